@@ -1,0 +1,5 @@
+"""``python -m loraflow``."""
+
+from loraflow.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""The standalone sync throughput test."""

@@ -1,0 +1,1 @@
+"""What the commands of ``loraflow`` do; `loraflow.cli` only parses their arguments."""

@@ -1,0 +1,1 @@
+"""`loraflow demo`: the whole thing on a fresh machine."""

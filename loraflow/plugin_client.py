@@ -1,0 +1,303 @@
+"""`PluginClient`: typed calls of the server plugin's routes, over any function that makes a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote, urlencode
+
+import torch
+
+from loraflow.http_errors import understood
+from loraflow.layout import Rect, SlotLayout, dtype_of
+
+if TYPE_CHECKING:
+    from loraflow.server import VLLMServer
+
+__all__ = ["FoldLayout", "LoadedAdapter", "PluginClient", "Request", "ServedDigest", "begin_direct", "begin_upload"]
+
+_ROOT = "/loraflow/v1"
+_understood = understood("the answer of loraflow's plugin")
+
+
+class Request(Protocol):
+    """One HTTP call; the parsed JSON body or the text, or a `LoraflowError`. `VLLMServer.request` is one."""
+
+    def __call__(
+        self, method: str, path: str, *, json: Any = None, timeout: float | None = None, retry: bool = False
+    ) -> Any:
+        """Make the call."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """What the server loaded.
+
+    Attributes:
+        name: The name that requests use.
+        path: The folder as the server registered it: links resolved, or its cache's for a URL.
+        lora_int_id: Its id in the server.
+        phases_ms: Milliseconds by phase.
+    """
+
+    name: str
+    path: str
+    lora_int_id: int
+    phases_ms: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ServedDigest:
+    """What a server answered about one loaded adapter.
+
+    Attributes:
+        name: The adapter's name.
+        path: The folder it is registered with.
+        lora_int_id: Its id in the server.
+        sums: Checksums by engine, rank and piece; int64 to be read mod 2**64.
+        dirty: By engine and rank: layers with something non-zero where the adapter has nothing.
+        weights_touched: The base weights were updated since they were last proven pristine.
+        worker_ms: Milliseconds that the slowest worker took.
+        call_ms: Milliseconds of the API server's call to the engines, the worker's included; 0 where it does not say.
+    """
+
+    name: str
+    path: str
+    lora_int_id: int
+    sums: tuple[tuple[tuple[int, ...], ...], ...]
+    dirty: tuple[tuple[tuple[str, ...], ...], ...]
+    weights_touched: bool
+    worker_ms: float
+    call_ms: float = 0.0
+
+    @classmethod
+    def from_json(cls, answer: Mapping[str, Any]) -> ServedDigest:
+        """Read the plugin's answer."""
+        return cls(
+            name=str(answer["name"]),
+            path=str(answer["path"]),
+            lora_int_id=int(answer["lora_int_id"]),
+            sums=tuple(tuple(tuple(map(int, rank["sums"])) for rank in ranks) for ranks in answer["engines"]),
+            dirty=tuple(tuple(tuple(map(str, rank["dirty"])) for rank in ranks) for ranks in answer["engines"]),
+            weights_touched=bool(answer["weights_touched"]),
+            worker_ms=float(answer["phases_ms"]["worker"]),
+            call_ms=float(answer["phases_ms"].get("call", 0.0)),
+        )
+
+
+@dataclass(frozen=True)
+class FoldLayout:
+    """Where the weights that an adapter targets are served.
+
+    Attributes:
+        layout_id: The server's handle for it.
+        dtype: Their dtype, and that of payloads.
+        ranks: For each rank of an engine its pieces, with the checksum of each piece of the pristine base.
+        engines: Data-parallel engines.
+        copy: Where the pristine copy is: ``device`` or ``host``.
+        copy_bytes: Its size on all ranks of an engine.
+    """
+
+    layout_id: str
+    dtype: torch.dtype
+    ranks: tuple[tuple[tuple[Rect, int], ...], ...]
+    engines: int
+    copy: str
+    copy_bytes: int
+
+    @classmethod
+    def from_json(cls, answer: Mapping[str, Any]) -> FoldLayout:
+        """Read the plugin's answer."""
+        ranks = tuple(
+            tuple(
+                (Rect.from_list(item), int(total)) for item, total in zip(rank["rects"], rank["base_sums"], strict=True)
+            )
+            for rank in answer["ranks"]
+        )
+        return cls(
+            layout_id=str(answer["layout_id"]),
+            dtype=dtype_of(answer["dtype"]),
+            ranks=ranks,
+            engines=int(answer["engines"]),
+            copy=str(answer["copy"]),
+            copy_bytes=int(answer["copy_bytes"]),
+        )
+
+
+class PluginClient:
+    """The plugin of one server.
+
+    Args:
+        request: Makes one call; it adds the bearer token, and raises for any status but 2xx.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    @_understood
+    def status(self) -> dict[str, Any]:
+        """What the server is and what it serves."""
+        answer: dict[str, Any] = self._request("GET", f"{_ROOT}/status", retry=True)
+        return answer
+
+    @_understood
+    def load(
+        self, name: str, *, path: str | None = None, url: str | None = None, timeout: float | None = None
+    ) -> LoadedAdapter:
+        """Load an adapter from a folder of the server, or from a store that the server fetches from.
+
+        A repeated call with the same name and content is answered like the first.
+        """
+        source = {"path": path} if url is None else {"url": url}
+        body = {"name": name, **source}
+        answer = self._request("POST", f"{_ROOT}/adapters", json=body, timeout=timeout, retry=True)
+        return LoadedAdapter(
+            str(answer["name"]), str(answer["path"]), int(answer["lora_int_id"]), dict(answer["phases_ms"])
+        )
+
+    @_understood
+    def unload(self, name: str) -> int:
+        """Refuse new requests for ``name``; how many requests still use it."""
+        return int(self._request("DELETE", f"{_ROOT}/adapters/{quote(name, safe='')}")["in_flight"])
+
+    @_understood
+    def layout(self, tensors: Mapping[str, tuple[int, int]], *, timeout: float | None = None) -> SlotLayout:
+        """Where an adapter with these tensors (name to shape, see `lora_shapes`) lies in the server's slots."""
+        body = {"tensors": {name: list(shape) for name, shape in sorted(tensors.items())}}
+        return SlotLayout.from_json(self._request("POST", f"{_ROOT}/layout", json=body, timeout=timeout, retry=True))
+
+    @_understood
+    def verify(self, name: str, layout_id: str, *, timeout: float | None = None) -> ServedDigest:
+        """Checksums of what is served under ``name``."""
+        body = {"name": name, "layout_id": layout_id}
+        return ServedDigest.from_json(self._request("POST", f"{_ROOT}/verify", json=body, timeout=timeout, retry=True))
+
+    @_understood
+    def probe(self, source: Mapping[str, Any], *, timeout: float | None = None) -> tuple[tuple[str, ...], ...]:
+        """First 16 bytes (hex) of a direct payload as every worker sees them, by engine and rank."""
+        answer = self._request("POST", f"{_ROOT}/direct/probe", json={"source": dict(source)}, timeout=timeout)
+        return tuple(tuple(str(head) for head in ranks) for ranks in answer["heads"])
+
+    @_understood
+    def sees(self, path: str) -> bool:
+        """Whether the server sees the file ``path``, which lies under its roots."""
+        return bool(self._request("POST", f"{_ROOT}/direct/sees", json={"path": path})["sees"])
+
+    @_understood
+    def direct(
+        self, name: str, *, path: str, layout_id: str, source: Mapping[str, Any], timeout: float | None = None
+    ) -> ServedDigest:
+        """Install a payload as the adapter ``name``; what lies in its slot then. See `begin_direct`."""
+        body = {"name": name, "path": path, "layout_id": layout_id, "source": dict(source)}
+        return ServedDigest.from_json(self._request("POST", f"{_ROOT}/direct", json=body, timeout=timeout))
+
+    @_understood
+    def fold_layout(
+        self,
+        run_id: str,
+        tensors: Mapping[str, tuple[int, int]],
+        modules: Sequence[Mapping[str, Any]],
+        *,
+        timeout: float | None = None,
+    ) -> FoldLayout:
+        """Take the lease on the base weights, and have the targeted ones found and copied.
+
+        Args:
+            run_id: The run that folds.
+            tensors: The adapter's matrices, name to shape.
+            modules: For each adapted module ``{"weight", "a", "b", "scaling", "transposed"}``.
+            timeout: Seconds.
+        """
+        body = {
+            "run_id": run_id,
+            "tensors": {name: list(shape) for name, shape in sorted(tensors.items())},
+            "modules": [dict(module) for module in modules],
+        }
+        return FoldLayout.from_json(self._request("POST", f"{_ROOT}/fold/layout", json=body, timeout=timeout))
+
+    @_understood
+    def fold(self, body: Mapping[str, Any], *, timeout: float | None = None) -> dict[str, Any]:
+        """Fold a version; see `loraflow_server.fold_desk.FoldDesk.fold`."""
+        answer: dict[str, Any] = self._request("POST", f"{_ROOT}/fold", json=dict(body), timeout=timeout)
+        return answer
+
+    @_understood
+    def fold_undo(self, run_id: str, policy: str, layout_id: str, *, timeout: float | None = None) -> str | None:
+        """Serve again what was served before ``policy``; what is folded then (None: the pristine base)."""
+        body = {"run_id": run_id, "policy": policy, "layout_id": layout_id}
+        found = self._request("POST", f"{_ROOT}/fold/undo", json=body, timeout=timeout)["policy"]
+        return None if found is None else str(found)
+
+    @_understood
+    def reset(self, run_id: str, *, timeout: float | None = None) -> dict[str, Any]:
+        """Return to the pristine base, proven by checksum, and give the lease back."""
+        answer: dict[str, Any] = self._request("POST", f"{_ROOT}/reset", json={"run_id": run_id}, timeout=timeout)
+        return answer
+
+    @_understood
+    def weights_layout(self, tensors: Mapping[str, Sequence[int]], *, timeout: float | None = None) -> dict[str, Any]:
+        """Where checkpoint weights (name to shape) are served; see `loraflow.transports.weight_digest`."""
+        body = {"tensors": {name: list(shape) for name, shape in sorted(tensors.items())}}
+        answer: dict[str, Any] = self._request("POST", f"{_ROOT}/weights/layout", json=body, timeout=timeout)
+        return answer
+
+    def weights_sums(self, layout_id: str, *, timeout: float | None = None) -> list[list[list[int]]]:
+        """Checksum of each piece of them as served now, by engine, rank and piece; mod 2**64."""
+        body = {"layout_id": layout_id}
+        answer = self._request("POST", f"{_ROOT}/weights/sums", json=body, timeout=timeout, retry=True)
+        return [[[int(total) for total in rank] for rank in ranks] for ranks in answer["engines"]]
+
+    def pause(self) -> bool:
+        """Let no step run until `resume`; False where somebody else has paused the server."""
+        return bool(self._request("POST", f"{_ROOT}/pause")["paused_here"])
+
+    def resume(self) -> None:
+        """Empty the caches of the old weights, and let steps run again."""
+        self._request("POST", f"{_ROOT}/resume")
+
+    def base(self, *, timeout: float | None = None) -> dict[str, Any]:
+        """Fingerprint of the base weights as served now, and whether it is that of the start."""
+        answer: dict[str, Any] = self._request("GET", f"{_ROOT}/base", timeout=timeout, retry=True)
+        return answer
+
+    @_understood
+    def metrics(self) -> str:
+        """The plugin's counters in Prometheus' text form."""
+        return str(self._request("GET", f"{_ROOT}/metrics", retry=True))
+
+
+def begin_direct(
+    server: VLLMServer, name: str, *, path: str, layout_id: str, source: Mapping[str, Any]
+) -> Callable[[], ServedDigest]:
+    """Have a server install a payload as the adapter ``name``; what is returned waits for what lies in its slot then.
+
+    Args:
+        server: The server.
+        name: A new name.
+        path: Folder that the version is published in, behind this call.
+        layout_id: Agreed for this adapter.
+        source: Where the payload is, see `loraflow_server.payload.check_source`.
+    """
+    body = {"name": name, "path": path, "layout_id": layout_id, "source": dict(source)}
+    take = server.begin(f"{_ROOT}/direct", json=body, timeout=server.load_timeout)
+    return _understood(lambda: ServedDigest.from_json(take()))
+
+
+def begin_upload(
+    server: VLLMServer, name: str, *, path: str, layout_id: str, payload: memoryview, blake3: str
+) -> Callable[[], ServedDigest]:
+    """The same, with the payload in the call.
+
+    Args:
+        server: The server.
+        name: A new name.
+        path: Folder that the version is published in, behind this call.
+        layout_id: Agreed for this adapter.
+        payload: Its bytes.
+        blake3: Their blake3 (hex).
+    """
+    query = urlencode({"name": name, "path": path, "layout_id": layout_id, "blake3": blake3})
+    take = server.begin(f"{_ROOT}/direct/upload?{query}", body=[payload], timeout=server.load_timeout)
+    return _understood(lambda: ServedDigest.from_json(take()))

@@ -1,0 +1,72 @@
+"""`Task`: one blocking call beside the caller, which can be given up on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+__all__ = ["Awaited", "Task", "wait_until"]
+
+
+class Task(Generic[T]):
+    """Runs ``work`` in a daemon thread: one that never returns blocks neither the caller nor the interpreter's exit."""
+
+    def __init__(self, work: Callable[[], T], *, name: str) -> None:
+        self._work = work
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+        self._finished = threading.Event()
+        threading.Thread(target=self._run, name=f"loraflow-{name}", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._result.append(self._work())
+        except BaseException as error:  # noqa: BLE001 - raised by `result`, in the thread that asks
+            self._error = error
+        finally:
+            self._finished.set()
+
+    def done(self) -> bool:
+        """Whether it has returned or raised."""
+        return self._finished.is_set()
+
+    def failed(self) -> bool:
+        """Whether it has raised."""
+        return self.done() and self._error is not None
+
+    def result(self, timeout: float) -> T:
+        """What it returned; raises what it raised, or `TimeoutError` after ``timeout`` seconds."""
+        if not self._finished.wait(max(0.0, timeout)):
+            raise TimeoutError
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+
+class Awaited:
+    """A task as something to wait for (`loraflow.transports.groups.Pending`)."""
+
+    def __init__(self, task: Task[object]) -> None:
+        self._task = task
+
+    def done(self) -> bool:
+        """Whether it has returned; raises what it raised."""
+        if not self._task.done():
+            return False
+        self._task.result(0)
+        return True
+
+
+def wait_until(ready: Callable[[], bool], deadline: float) -> bool:
+    """Poll ``ready`` until it is true or the monotonic clock passes ``deadline``; whether it became true."""
+    pause = 1e-4
+    while not ready():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.001)
+    return True
