@@ -1,0 +1,1 @@
+"""loraflow's vLLM side: a plugin that vLLM discovers by itself."""

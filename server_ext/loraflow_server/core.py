@@ -1,0 +1,86 @@
+"""What runs in the engine's own loop, between two steps: several calls of the workers as one.
+
+`install` adds utilities to vLLM's ``EngineCore``, `fold` as ``loraflow_fold``. A utility is answered between steps, and
+calls of the workers come behind the steps that are under way: so weights change between two steps without a pause of
+the scheduler, and no step runs before all ranks have proven the fold, or have taken it back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+__all__ = ["fold", "fresh_caches", "install"]
+
+logger = logging.getLogger("vllm.loraflow")
+
+
+def install() -> None:
+    """Give vLLM's engine the utilities; may be called more than once."""
+    from vllm.v1.engine.core import EngineCore
+
+    EngineCore.loraflow_fold = fold
+    EngineCore.loraflow_fresh_caches = fresh_caches
+
+
+def fold(
+    self: Any, layout_id: str, policy: str, source: dict[str, Any], expected: list[int] | None, whole: bool
+) -> dict[str, Any]:
+    """Fold a payload on every rank, and forget the prefixes of the old weights; all of it, or nothing.
+
+    The prefix cache is emptied while the workers' devices compute. Requests in flight are computed again from their
+    prompts with the new weights.
+
+    Args:
+        self: vLLM's ``EngineCore``.
+        layout_id: See `loraflow_server.fold_worker.FoldWorker.loraflow_fold`.
+        policy: Name of the version.
+        source: Where its payload is.
+        expected: Checksums of the payload's tensors.
+        whole: Prove every product.
+
+    Returns:
+        ``ranks``: each worker's answer; ``cache_error``: why the prefix cache could not be emptied, or None;
+        ``undo_error``: why what was served before could not be put back, or None; ``phases_ms``.
+    """
+    phases: dict[str, float] = {}
+    last = time.perf_counter()
+
+    def lap(phase: str) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        phases[phase] = round((now - last) * 1e3, 3)
+        last = now
+
+    if getattr(self.model_executor, "is_sleeping", False):
+        error = {"code": "asleep", "message": "the server sleeps: wake it up before the sync", "status": 409}
+        return {"ranks": [{"error": error}], "cache_error": None, "undo_error": None, "phases_ms": phases}
+    ranks = self.collective_rpc("loraflow_fold", None, (layout_id, policy, source, expected), None)
+    lap("launch")
+    cache_error = undo_error = None
+    if all("ok" in rank for rank in ranks):
+        cache_error = fresh_caches(self)
+        lap("reset_cache")
+        ranks = self.collective_rpc("loraflow_fold_finish", None, (layout_id, whole), None)
+        lap("finish")
+    if cache_error is not None or any("error" in rank for rank in ranks):
+        undone = self.collective_rpc("loraflow_fold_undo", None, (layout_id, policy), None)
+        undo_error = next((rank["error"]["message"] for rank in undone if "error" in rank), None)
+        lap("undo")
+    return {"ranks": ranks, "cache_error": cache_error, "undo_error": undo_error, "phases_ms": phases}
+
+
+def fresh_caches(self: Any) -> str | None:
+    """Forget what was computed with the old weights: prefixes, and encoded images; why it could not be, or None.
+
+    Requests in flight are computed again from their prompts.
+    """
+    try:
+        if not self.reset_prefix_cache(True, False):
+            return "some blocks are still in use"
+    except RuntimeError as error:
+        return str(error)
+    if self.vllm_config.model_config.is_multimodal_model:
+        self.reset_encoder_cache()
+    return None

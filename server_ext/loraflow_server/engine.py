@@ -1,0 +1,262 @@
+"""The engine behind the API server: all that differs between vLLM versions is in this file.
+
+The plugin uses these parts of vLLM (0.27.1 to 0.32): ``engine_client.add_lora``, ``.reset_prefix_cache``,
+``.engine_core._call_utility_async`` with ``.core_engines`` (a call to *every* data-parallel engine, where
+``collective_rpc`` gives the first one's answer only), ``OpenAIServingModels.lora_requests`` (the names that requests
+may use), ``.lora_id_counter`` and ``.lora_resolver_lock``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from loraflow_server.errors import PluginError
+
+__all__ = ["Engine", "Loaded", "answers_of", "require_fresh"]
+
+CALL_TIMEOUT = 300.0
+"""Seconds that one call to the workers may take."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An adapter name that requests may use now."""
+
+    name: str
+    int_id: int
+    path: str
+
+
+class Engine:
+    """What the plugin asks of vLLM.
+
+    Args:
+        client: vLLM's engine client.
+        models: vLLM's registry of served model names.
+        api_servers: How many API server processes share the engines.
+    """
+
+    def __init__(self, client: Any, models: Any, api_servers: int = 1) -> None:
+        self.client = client
+        self.models = models
+        self.api_servers = api_servers
+
+    @property
+    def config(self) -> Any:
+        """The whole configuration of vLLM."""
+        return self.client.vllm_config
+
+    @cached_property
+    def has_extension(self) -> bool:
+        """Whether the workers have `LoraflowWorker`, or a class made from it."""
+        dotted = str(self.config.parallel_config.worker_extension_cls or "")
+        module, _, name = dotted.rpartition(".")
+        if not module:
+            return False
+        from loraflow_server.worker import LoraflowWorker
+
+        found = getattr(importlib.import_module(module), name, None)
+        return isinstance(found, type) and issubclass(found, LoraflowWorker)
+
+    @property
+    def plain_weights(self) -> bool:
+        """Whether the base weights may lie in memory as the checkpoint has them: no quantisation, no CPU packing."""
+        packed = self.config.device_config.device_type == "cpu" and os.environ.get("LORAFLOW_FOLD") != "1"
+        return self.config.model_config.quantization is None and not packed
+
+    # ---------------------------------------------------------------- workers
+
+    async def utility(self, method: str, *args: Any) -> list[Any]:
+        """One call to every data-parallel engine; their answers in order.
+
+        Raises:
+            PluginError: ``engine_failed``, or ``engine_timeout`` after `CALL_TIMEOUT` seconds.
+        """
+        core = self.client.engine_core
+        calls = [core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines]
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT):
+                return list(await asyncio.gather(*calls))
+        except TimeoutError as error:
+            raise PluginError("engine_timeout", f"no answer after {CALL_TIMEOUT:.0f} s", status=504) from error
+        except Exception as error:  # vLLM raises a bare Exception with the engine's reason in it
+            raise PluginError("engine_failed", f"{method}: {error}", status=500) from error
+
+    async def workers(self, method: str, *args: Any) -> list[list[dict[str, Any]]]:
+        """Call ``method`` of `LoraflowWorker` on every worker; results by engine, then by rank.
+
+        Raises:
+            PluginError: A worker's own, or ``engine_failed``.
+        """
+        engines = await self.utility("collective_rpc", method, None, args, None)
+        return [answers_of(ranks, number) for number, ranks in enumerate(engines)]
+
+    # ---------------------------------------------------------------- names
+
+    def loaded(self) -> dict[str, Loaded]:
+        """Adapter names that requests may use."""
+        requests: Mapping[str, Any] = self.models.lora_requests
+        return {name: Loaded(name, item.lora_int_id, item.lora_path) for name, item in requests.items()}
+
+    def is_base(self, name: str) -> bool:
+        """Whether ``name`` is one of the base model's."""
+        return bool(self.models.is_base_model(name))
+
+    def next_id(self) -> int:
+        """A new adapter id, of the same counter that vLLM's own routes use."""
+        return int(self.models.lora_id_counter.inc(1))
+
+    @asynccontextmanager
+    async def name_lock(self, name: str) -> AsyncIterator[None]:
+        """The lock that vLLM's own routes hold while they load or unload ``name``."""
+        async with self.models.lora_resolver_lock[name]:
+            yield
+
+    async def add_adapter(self, name: str, int_id: int, path: str) -> None:
+        """Have every worker of every engine load the folder ``path``.
+
+        Raises:
+            PluginError: ``load_failed`` with vLLM's reason.
+        """
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT):
+                await self.client.add_lora(_lora_request(name, int_id, path))
+        except TimeoutError as error:
+            raise PluginError("engine_timeout", f"not loaded after {CALL_TIMEOUT:.0f} s", status=504) from error
+        except Exception as error:  # vLLM raises a bare Exception with the engine's reason in it
+            raise PluginError("load_failed", f"vLLM refused the adapter: {error}", status=400) from error
+
+    def register(self, name: str, int_id: int, path: str) -> None:
+        """Let requests use ``name``."""
+        self.models.lora_requests[name] = _lora_request(name, int_id, path)
+
+    def forget(self, name: str) -> None:
+        """Refuse new requests for ``name``; slot and host copy stay until vLLM's caches need the room."""
+        del self.models.lora_requests[name]
+
+    def in_flight(self, name: str | None = None) -> int:
+        """Requests running or waiting in this API server: all, or those that use adapter ``name``."""
+        states = self.client.output_processor.request_states.values()
+        return sum(1 for state in states if name is None or state.lora_name == name)
+
+    # ---------------------------------------------------------------- weights
+
+    async def fresh_caches(self) -> None:
+        """Forget what was computed with the old weights, on every engine; requests in flight are computed again.
+
+        Raises:
+            PluginError: ``cache_not_reset``.
+        """
+        for error in await self.utility("loraflow_fresh_caches"):
+            require_fresh(error)
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one engine (data parallelism)."""
+        return len(self.client.engine_core.core_engines) > 1
+
+    @asynccontextmanager
+    async def paused(self, *, needed: bool = True) -> AsyncIterator[None]:
+        """No step runs inside; requests keep their place and go on afterwards, also where the inside failed.
+
+        Engines that somebody else has paused stay paused. Where it is not ``needed``, nothing is done.
+        """
+        if not needed or not await self.pause():
+            yield
+            return
+        try:
+            yield
+        finally:
+            await self.resume()
+
+    async def pause(self) -> bool:
+        """Let no step run from now on; requests keep their place. False where somebody else has paused them."""
+        if any(await self.utility("is_scheduler_paused")):
+            return False
+        await self.utility("pause_scheduler", "keep", False)
+        return True
+
+    async def resume(self) -> None:
+        """Let steps run again."""
+        await self.utility("resume_scheduler")
+
+    # ---------------------------------------------------------------- description
+
+    def describe(self) -> dict[str, Any]:
+        """The parts of vLLM's configuration that a trainer plans with, shaped as ``/server_info`` shapes them."""
+        config = self.config
+        model, parallel, lora = config.model_config, config.parallel_config, config.lora_config
+        hf = model.hf_config
+        text = hf.get_text_config() if hasattr(hf, "get_text_config") else hf
+        transfer = getattr(config, "weight_transfer_config", None)
+        return {
+            "instance_id": config.instance_id,
+            "model_config": {
+                "model": model.model,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "quantization": model.quantization,
+                "logprobs_mode": _text(model.logprobs_mode),
+                "max_logprobs": model.max_logprobs,
+                "max_model_len": model.max_model_len,
+                "hf_config": {
+                    "architectures": list(getattr(hf, "architectures", None) or ()),
+                    "model_type": getattr(hf, "model_type", None),
+                    "vocab_size": getattr(text, "vocab_size", None),
+                },
+            },
+            "parallel_config": {
+                "tensor_parallel_size": parallel.tensor_parallel_size,
+                "pipeline_parallel_size": parallel.pipeline_parallel_size,
+                "data_parallel_size": parallel.data_parallel_size,
+            },
+            "lora_config": None
+            if lora is None
+            else {
+                "max_lora_rank": lora.max_lora_rank,
+                "max_loras": lora.max_loras,
+                "max_cpu_loras": lora.max_cpu_loras,
+                "lora_dtype": str(lora.lora_dtype).removeprefix("torch."),
+                "target_modules": _names(lora.target_modules),
+                "fully_sharded_loras": lora.fully_sharded_loras,
+            },
+            "weight_transfer_config": None if transfer is None else {"backend": transfer.backend},
+        }
+
+
+def answers_of(ranks: Sequence[Mapping[str, Any]], engine: int) -> list[dict[str, Any]]:
+    """What the workers of one engine answered; the first error among them is raised, with the worker's place."""
+    for rank, answer in enumerate(ranks):
+        if "error" in answer:
+            error = PluginError.from_dict(answer["error"])
+            error.details.setdefault("worker", f"engine {engine}, rank {rank}")
+            raise error
+    return [answer["ok"] for answer in ranks]
+
+
+def require_fresh(cache_error: str | None) -> None:
+    """Raise ``cache_not_reset`` where `loraflow_server.core.fresh_caches` says so."""
+    if cache_error is not None:
+        raise PluginError(
+            "cache_not_reset", f"the prefix cache of the old weights could not be reset: {cache_error}", status=500
+        )
+
+
+def _lora_request(name: str, int_id: int, path: str) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=name, lora_int_id=int_id, lora_path=path)
+
+
+def _text(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+def _names(value: Sequence[str] | None) -> list[str] | None:
+    return None if not value else sorted(value)

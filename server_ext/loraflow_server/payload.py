@@ -1,0 +1,209 @@
+"""Payloads that reach a worker without HTTP: a block of shared memory, or memory of a GPU that both processes use.
+
+Nothing is unpickled: a source is a small JSON object, every field of which is checked. Blocks are mapped once and kept,
+since a trainer uses the same one for every version.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import math
+import mmap
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loraflow_server.errors import PluginError
+
+__all__ = ["SHM_DIR", "Payloads", "check_source", "read_folder"]
+
+logger = logging.getLogger("vllm.loraflow.worker")
+
+SHM_DIR = Path("/dev/shm")  # noqa: S108 - where Linux keeps shared memory
+_BLOCK_NAME = re.compile(r"loraflow-[A-Za-z0-9_.-]{1,100}")
+_KEPT = 2
+
+
+def check_source(source: object, limit: int) -> dict[str, Any]:
+    """A source as the worker takes it, every field checked.
+
+    ``{"kind": "shm", "name", "nbytes"}`` or ``{"kind": "cuda_ipc", "nbytes", "uuid", "handle", "storage_bytes",
+    "storage_offset", "ref_file", "ref_offset", "event", "event_sync"}`` (bytes in base64).
+
+    Raises:
+        PluginError: ``bad_source``, or ``too_large`` (413).
+    """
+    if not isinstance(source, dict) or source.get("kind") not in {"shm", "cuda_ipc"}:
+        raise PluginError("bad_source", "source.kind is shm or cuda_ipc")
+    nbytes = source.get("nbytes")
+    if type(nbytes) is not int or nbytes <= 0:
+        raise PluginError("bad_source", "source.nbytes is a positive number")
+    if nbytes > limit:
+        raise PluginError("too_large", f"a payload has at most {limit} bytes", status=413)
+    if source["kind"] == "shm":
+        name = source.get("name")
+        if not isinstance(name, str) or _BLOCK_NAME.fullmatch(name) is None:
+            raise PluginError("bad_source", "a block's name is loraflow-… of A-Z a-z 0-9 _ . -")
+        return {"kind": "shm", "name": name, "nbytes": nbytes}
+    texts, counts = ("uuid", "handle", "ref_file", "event"), ("storage_bytes", "storage_offset", "ref_offset")
+    for key in texts:
+        if not isinstance(source.get(key), str) or len(source[key]) > 4096:
+            raise PluginError("bad_source", f"source.{key} is a short string")
+    for key in counts:
+        if type(source.get(key)) is not int or not 0 <= source[key] < 1 << 62:
+            raise PluginError("bad_source", f"source.{key} is a count")
+    if source["storage_bytes"] < nbytes:
+        raise PluginError("bad_source", "source.storage_bytes is less than source.nbytes")
+    return {key: source[key] for key in ("kind", "nbytes", *texts, *counts)} | {
+        "event_sync": bool(source.get("event_sync"))
+    }
+
+
+@dataclass(eq=False)
+class _Block:
+    """A mapped block; ``view`` is its bytes."""
+
+    identity: tuple[Any, ...]
+    view: torch.Tensor
+    memory: mmap.mmap | None = None
+    pinned: bool = False
+
+    def close(self) -> None:
+        if self.pinned:
+            _cudart().cudaHostUnregister(self.view.data_ptr())
+        # The mapping itself ends with the last tensor that looks into it.
+        self.memory = None
+
+
+class Payloads:
+    """The blocks that a worker has open; the newest few.
+
+    Args:
+        device: The worker's device.
+        shm_dir: Folder of shared memory.
+    """
+
+    def __init__(self, device: torch.device, shm_dir: Path = SHM_DIR) -> None:
+        self._device = device
+        self._dir = shm_dir
+        self._blocks: dict[str, _Block] = {}
+
+    def bytes_of(self, source: Mapping[str, Any]) -> torch.Tensor:
+        """The payload's bytes; uint8, shape (nbytes,): on the host for ``shm``, on the device for ``cuda_ipc``.
+
+        Raises:
+            PluginError: ``no_block`` (409): it is not on this host, or not this user's.
+        """
+        if source["kind"] == "shm":
+            return self._shared(str(source["name"]), int(source["nbytes"]))
+        return self._same_gpu(source)
+
+    def close(self) -> None:
+        """Unmap everything."""
+        for block in self._blocks.values():
+            block.close()
+        self._blocks.clear()
+
+    def _keep(self, key: str, block: _Block) -> torch.Tensor:
+        while len(self._blocks) >= _KEPT:
+            self._blocks.pop(next(iter(self._blocks))).close()
+        self._blocks[key] = block
+        return block.view
+
+    def _shared(self, name: str, nbytes: int) -> torch.Tensor:
+        path = self._dir / name
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise PluginError("no_block", f"{path}: {error.strerror}", status=409) from error
+        try:
+            info = os.fstat(descriptor)
+            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+                raise PluginError("no_block", f"{path} is not a block of this user", status=409)
+            if info.st_size < nbytes:
+                raise PluginError("no_block", f"{path} has {info.st_size} bytes, not {nbytes}", status=409)
+            identity = (info.st_dev, info.st_ino, info.st_size)
+            known = self._blocks.get(name)
+            if known is not None and known.identity == identity:
+                return known.view[:nbytes]
+            if known is not None:
+                self._blocks.pop(name).close()
+            memory = mmap.mmap(descriptor, info.st_size)
+        finally:
+            os.close(descriptor)
+        view = torch.frombuffer(memory, dtype=torch.uint8)
+        return self._keep(name, _Block(identity, view, memory, self._pin(view)))[:nbytes]
+
+    def _pin(self, view: torch.Tensor) -> bool:
+        if self._device.type != "cuda":
+            return False
+        failed = int(_cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0))
+        if failed:
+            logger.warning("loraflow: shared memory could not be pinned (CUDA error %d): copies are slower", failed)
+        return not failed
+
+    def _same_gpu(self, source: Mapping[str, Any]) -> torch.Tensor:
+        if self._device.type != "cuda":
+            raise PluginError("no_block", "this worker has no GPU", status=409)
+        mine = str(torch.cuda.get_device_properties(self._device).uuid)
+        if mine != source["uuid"]:
+            raise PluginError("no_block", f"the payload is on GPU {source['uuid']}, this worker on {mine}", status=409)
+        key = f"ipc:{source['handle']}:{source['storage_offset']}"
+        known = self._blocks.get(key)
+        if known is not None:
+            return known.view
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        try:
+            view = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+                torch.Tensor,
+                (source["nbytes"],),
+                (1,),
+                0,
+                torch.UntypedStorage,
+                torch.uint8,
+                self._device.index or 0,
+                base64.b64decode(source["handle"]),
+                source["storage_bytes"],
+                source["storage_offset"],
+                False,  # requires_grad
+                base64.b64decode(source["ref_file"]),
+                source["ref_offset"],
+                base64.b64decode(source["event"]),
+                source["event_sync"],
+            )
+        except (RuntimeError, ValueError) as error:
+            raise PluginError("no_block", f"the GPU memory could not be opened: {error}", status=409) from error
+        return self._keep(key, _Block((key,), view))
+
+
+def read_folder(path: str, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> torch.Tensor:
+    """A published adapter as a payload: its tensors in sorted order of names, one after another; 1-D, on the host.
+
+    Raises:
+        PluginError: ``bad_file``: its tensors are not those of the layout.
+    """
+    from safetensors import safe_open
+
+    with safe_open(Path(path) / "adapter_model.safetensors", framework="pt") as file:
+        names = sorted(file.keys())
+        found = [file.get_slice(name).get_shape() for name in names]
+        if [_matrix(shape) for shape in found] != [tuple(shape) for shape in shapes]:
+            raise PluginError("bad_file", f"the adapter in {path} has other tensors than were agreed on")
+        return torch.cat([file.get_tensor(name).to(dtype).view(-1) for name in names])
+
+
+def _matrix(shape: Sequence[int]) -> tuple[int, ...]:
+    """A tensor's shape as a fold counts it: vectors of n are (n, 1)."""
+    return tuple(shape) if len(shape) == 2 else (math.prod(shape), 1)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,0 +1,74 @@
+"""`ServedWeights`: checksums of what the served model holds of given checkpoint weights, wherever it holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loraflow_server.checksum import StreamSums
+from loraflow_server.errors import PluginError
+from loraflow_server.placement import find_served, require_live
+from loraflow_server.rects import Rect
+
+__all__ = ["ServedWeights"]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rectangle lies in a parameter: found by the parameter's name, which an update does not change."""
+
+    rect: Rect
+    parameter: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    size: torch.Size
+    steps: tuple[int, ...]
+    offset: int
+
+    def of(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        found = parameters.get(self.parameter)
+        if found is None or found.shape != self.shape or found.stride() != self.stride:
+            raise PluginError("moved", f"{self.parameter} has another layout than was agreed on", status=409)
+        return torch.as_strided(found, self.size, self.steps, found.storage_offset() + self.offset)
+
+
+class ServedWeights:
+    """The places of checkpoint weights in the served model.
+
+    Args:
+        model: The served model.
+        weights: Checkpoint name to shape.
+
+    Raises:
+        PluginError: ``unsupported_layout`` or ``not_live`` (409): what is served cannot be told from such places.
+    """
+
+    def __init__(self, model: Any, weights: Mapping[str, Sequence[int]]) -> None:
+        found = find_served(model, weights, shared=True)
+        require_live(model, found)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._places = []
+        for piece in found:
+            whole = parameters[piece.parameter]
+            offset = piece.view.storage_offset() - whole.storage_offset()
+            place = (piece.view.shape, piece.view.stride(), offset)
+            self._places.append(_Place(piece.rect, piece.parameter, whole.shape, whole.stride(), *place))
+        self.dtypes = [str(piece.view.dtype).removeprefix("torch.") for piece in found]
+
+    @property
+    def rects(self) -> list[Rect]:
+        """The pieces, ``Rect.tensor`` indexing ``weights``; one (n,) counts as (n, 1)."""
+        return [place.rect for place in self._places]
+
+    def sums(self, model: Any) -> list[int]:
+        """Checksum of each piece as served now, row by row in its own dtype."""
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        views = [place.of(parameters) for place in self._places]
+        device = views[0].device if views else torch.device("cpu")
+        stream = StreamSums([view.numel() * view.element_size() for view in views], device)
+        for index, view in enumerate(views):
+            stream.take(index, view)
+        return stream.finish()

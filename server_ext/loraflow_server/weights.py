@@ -1,0 +1,122 @@
+"""`BaseWeights`: whether the served base weights are what they were when the server started (rule 8)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from loraflow_server.engine import Engine
+from loraflow_server.errors import PluginError
+from loraflow_server.ids import content_id
+
+__all__ = ["BaseWeights", "fingerprint_of"]
+
+logger = logging.getLogger("vllm.loraflow")
+
+
+def fingerprint_of(ranks: list[dict[str, int]]) -> str:
+    """One hex number for the checksums of all ranks of an engine."""
+    canonical = json.dumps([sorted(rank.items()) for rank in ranks], separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+
+class BaseWeights:
+    """Watches over the base weights.
+
+    The checksums of the pristine base are taken right before the first update; an adapter-only server never pays for
+    them.
+
+    Attributes:
+        touched: An update of the weights was begun, and the base was not proven pristine since.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._pristine: list[list[dict[str, int]]] | None = None
+        self.touched = False
+
+    def describe(self) -> dict[str, Any]:
+        """For the status."""
+        return {
+            "weights_touched": self.touched,
+            "base_fingerprint": self.pristine_fingerprint,
+        }
+
+    async def _served(self) -> list[list[dict[str, int]]]:
+        engines = await self._engine.workers("loraflow_base")
+        return [[rank["tensors"] for rank in ranks] for ranks in engines]
+
+    async def before_update(self) -> None:
+        """Note the pristine checksums, once, and that the weights are about to change."""
+        if self._pristine is None and self._engine.has_extension and not self.touched:
+            self._pristine = await self._served()
+        self.touched = True
+
+    @property
+    def pristine_fingerprint(self) -> str | None:
+        """Fingerprint of the base before the first update; None where none was begun."""
+        return None if self._pristine is None else fingerprint_of(self._pristine[0])
+
+    async def compare(self) -> dict[str, Any]:
+        """Checksum the base as served now; if it is the pristine one, it counts as untouched again."""
+        served = await self._served()
+        if self._pristine is None and not self.touched:
+            self._pristine = served
+        pristine = self._pristine is not None and served == self._pristine
+        if pristine:
+            self.touched = False
+        reference = self._pristine or served
+        changed = sorted(
+            {
+                name
+                for ranks, wanted in zip(served, reference, strict=True)
+                for rank, expected in zip(ranks, wanted, strict=True)
+                for name in rank
+                if rank[name] != expected.get(name)
+            }
+        )
+        return {
+            "fingerprint": fingerprint_of(served[0]),
+            "pristine_fingerprint": self.pristine_fingerprint,
+            "pristine": pristine,
+            "engines_agree": all(ranks == served[0] for ranks in served),
+            "changed": changed[:100],
+            "tensors": sum(len(rank) for rank in served[0]),
+        }
+
+    async def layout(self, tensors: Mapping[str, list[int]]) -> dict[str, Any]:
+        """Agree on where checkpoint weights are served, to checksum them there after an update."""
+        layout_id = content_id(tensors)
+        async with self._engine.paused():
+            engines = await self._engine.workers("loraflow_weights_layout", layout_id, tensors)
+        ranks = [{key: rank[key] for key in ("rects", "dtypes")} for rank in engines[0]]
+        if any([{key: rank[key] for key in ("rects", "dtypes")} for rank in other] != ranks for other in engines[1:]):
+            raise PluginError("engines_differ", "the data-parallel engines serve different weights", status=500)
+        return {"layout_id": layout_id, "ranks": ranks, "engines": len(engines)}
+
+    async def sums(self, layout_id: str) -> dict[str, Any]:
+        """Checksum of each piece of a layout as served now: by engine, rank, and piece."""
+        engines = await self._engine.workers("loraflow_weights_sums", layout_id)
+        return {
+            "engines": [[rank["sums"] for rank in ranks] for ranks in engines],
+            "phases_ms": {"worker": max(rank["ms"] for ranks in engines for rank in ranks)},
+        }
+
+    async def need_pristine(self) -> None:
+        """Refuse to put an adapter over an updated base (it would serve W + 2Δ).
+
+        Raises:
+            PluginError: ``base_not_pristine`` (409).
+        """
+        if not self.touched:
+            return
+        if not self._engine.has_extension or not (await self.compare())["pristine"]:
+            raise PluginError(
+                "base_not_pristine",
+                "the base weights were updated and are not proven pristine: restore them, or restart the server, "
+                "before an adapter is loaded",
+                status=409,
+            )
