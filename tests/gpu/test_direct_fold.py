@@ -1,0 +1,143 @@
+"""Direct and fold where they are meant for: trainer and server on one GPU, CUDA graphs on, bfloat16."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loraflow.adapter import AdapterSpec, take_snapshot
+from loraflow.plugin_client import PluginClient
+from loraflow.policy import Policy, new_run_id
+from loraflow.server import VLLMServer
+from loraflow.store import AdapterStore
+from loraflow.transports import blocks
+from loraflow.transports.direct import DirectTransport
+from loraflow.transports.fold import FoldTransport
+from loraflow.transports.fold_modules import base_weight_of
+from tests.conftest import ServerPark
+from tests.helpers.tiny import PROMPT, make_tiny_model, peft_model
+from tests.helpers.vllm_process import RunningServer, vllm_server
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+ARGS = ("--max-model-len", "256", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.3", "--max-num-seqs", "16")
+NOISE = 0.06  # bfloat16: the largest |Δlogp| between two right implementations
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden_size=256, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def slots(server_park: ServerPark, base: Path, tmp_path_factory: pytest.TempPathFactory) -> RunningServer:
+    return server_park.get("gpu_slots", lambda: vllm_server(base, tmp_path_factory.mktemp("slots"), args=ARGS))
+
+
+@pytest.fixture
+def plain(server_park: ServerPark, base: Path, tmp_path_factory: pytest.TempPathFactory) -> RunningServer:
+    work = tmp_path_factory.mktemp("plain")
+    return server_park.get("gpu_plain", lambda: vllm_server(base, work, args=ARGS, max_lora_rank=None))
+
+
+def store_of(server: RunningServer) -> AdapterStore:
+    return AdapterStore(str(server.adapter_root), new_run_id(), retain=2, grace_period=0.0)
+
+
+def off(server: VLLMServer, name: str, model: Any) -> float:
+    served = torch.tensor(server.prompt_logprobs(PROMPT, model=name, cache_salt=secrets.token_hex(4)))
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([PROMPT], device="cuda")).logits.float()
+    mine = logits[0, :-1].log_softmax(-1).gather(-1, torch.tensor(PROMPT[1:], device="cuda")[:, None])[:, 0]
+    return float((served - mine.cpu()).abs().max())
+
+
+def redraw(model: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
+@pytest.mark.parametrize("way", ["ipc", "shm"])
+@pytest.mark.parametrize("rank", [16, 8])
+def test_direct(slots: RunningServer, base: Path, monkeypatch: pytest.MonkeyPatch, way: str, rank: int) -> None:
+    if way == "shm":
+        monkeypatch.setattr(blocks, "_gpu_block", lambda nbytes, device: None)
+    server = VLLMServer(slots.url)
+    model = peft_model(base, r=rank, dtype=torch.bfloat16).cuda()
+    with store_of(slots) as store:
+        transport = DirectTransport(store, AdapterSpec.from_model(model), device="cuda")
+        transport.open([server])
+        assert transport._block.source()["kind"] == {"ipc": "cuda_ipc", "shm": "shm"}[way]
+        for version in range(6):
+            redraw(model, version)
+            policy = Policy(store.run_id, version)
+            outcome = transport.deliver(policy, take_snapshot(model), [server]).servers[server.url]
+            assert outcome.error is None
+            assert outcome.proof is not None
+            assert outcome.proof.passed, outcome.proof.detail
+            assert off(server, policy.name, model) < NOISE
+        transport.wait_published()
+        redraw(model, 1)
+        assert off(server, f"{store.run_id}-v1", model) < NOISE  # evicted meanwhile
+        transport.close([server])
+
+
+@pytest.mark.parametrize("way", ["ipc", "shm"])
+def test_fold(plain: RunningServer, base: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    if way == "shm":
+        monkeypatch.setattr(blocks, "_gpu_block", lambda nbytes, device: None)
+    server = VLLMServer(plain.url)
+    client = PluginClient(server.request)
+    model = peft_model(base, r=16, dtype=torch.bfloat16).cuda()
+    start = client.base()["fingerprint"]
+    with store_of(plain) as store:
+        transport = FoldTransport(store, AdapterSpec.from_model(model), base_weight_of(model), device="cuda")
+        transport.open([server])
+        assert next(iter(transport._layouts.values())).copy == "device"
+        for version in range(4):
+            redraw(model, version)
+            outcome = transport.deliver(Policy(store.run_id, version), take_snapshot(model), [server]).servers[
+                server.url
+            ]
+            assert outcome.error is None, outcome.error
+            assert off(server, server.info.model, model) < NOISE
+        transport.close([server])
+    assert client.base()["fingerprint"] == start
+
+
+def test_fold_from_a_copy_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arithmetic where the GPU has no room for the copy, against the one where it has."""
+    from loraflow_server.fold import Fold, FoldModule
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(512, 256, device="cuda").bfloat16(), requires_grad=False)
+
+        def load_weights(self, weights: Any) -> None:
+            for _, weight in weights:
+                self.weight.data.copy_(weight)
+
+    modules, shapes = [FoldModule("w", (512, 256), 0, 1, 0.7, transposed=False)], [(8, 256), (512, 8)]
+    payload = torch.randn(sum(rows * cols for rows, cols in shapes), device="cuda").bfloat16().view(torch.uint8)
+    model = Model()
+    kept = model.weight.clone()
+    results = []
+    for free in (1 << 40, 0):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 1 << 40))
+        fold = Fold(model, modules, shapes)
+        assert fold.copy_place == ("device" if free else "host")
+        fold.begin("v0", payload)
+        assert fold.finish(whole=True)["error"] <= 1
+        results.append(model.weight.clone())
+        fold.restore()
+        torch.cuda.synchronize()
+        assert torch.equal(model.weight, kept)
+    assert torch.equal(results[0], results[1])

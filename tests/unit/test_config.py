@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+
+from loraflow.config import SyncConfig
+from loraflow.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"vllm_sync_intervall": 3}, "did you mean 'vllm_sync_interval'"),
+        ({"sync_interval": 3}, "vllm_sync_interval"),
+        ({"vllm_sync_interval": 0}, "at least 1"),
+        ({"vllm_sync_interval": "often"}, "vllm_sync_interval"),
+        ({"transport": "lora"}, "transport"),
+        ({"transport": "adapter", "carrier": "nccl"}, "moves merged weights"),
+        ({"transport": "merged", "carrier": "direct"}, "fills LoRA slots"),
+        ({"vllm_lora_sync": False, "transport": "adapter"}, "vllm_lora_sync=false"),
+        ({"vllm_lora_sync": True, "transport": "merged"}, "vllm_lora_sync=true"),
+        ({"run_id": "../up"}, "run_id"),
+        ({"run_id": "a\nb"}, "run_id"),
+        ({"max_staleness": -1}, "max_staleness"),
+        ({"min_sync_interval": 5, "max_sync_interval": 2}, "min_sync_interval"),
+        ({"vllm_importance_sampling_clip_min": 4.0}, "clip_min is above"),
+        ({"request_timeout": 0}, "request_timeout"),
+        ({"verify": "off"}, "verify"),
+        ({"max_staleness": True}, "max_staleness: is no flag"),
+        ({"vllm_sync_interval": True}, "vllm_sync_interval: is no flag"),
+        ({"request_timeout": True}, "request_timeout: is no flag"),
+        ({"logprob_atol": float("inf")}, "logprob_atol"),
+        ({"base_atol": float("nan")}, "base_atol"),
+        ({"start_timeout": float("inf")}, "start_timeout"),
+        ({"adapter_root": ""}, "adapter_root: names no folder"),
+        ({"record_file": " "}, "record_file: names no folder"),
+        ({"server_adapter_root": "adapters"}, "server_adapter_root: must be an absolute path"),
+        ({"server_adapter_root": "~/adapters"}, "server_adapter_root: must be an absolute path"),
+    ],
+)
+def test_bad_options_say_what_is_right(options: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=None) as caught:
+        SyncConfig(**options)
+    assert said in str(caught.value)
+
+
+def test_several_faults_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        SyncConfig(transprot="adapter", vllm_sync_interval=0)
+    assert "transport" in str(caught.value)
+    assert "at least 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [None, [], "a", {True: 1}, {3: 1}], ids=str)
+def test_yaml_that_is_no_section(options: object) -> None:
+    with pytest.raises(ConfigError):
+        SyncConfig.from_dict(options)  # type: ignore[arg-type]
+
+
+def test_axolotls_flag() -> None:
+    assert SyncConfig(vllm_lora_sync=True).wanted_transport == "auto"
+    assert SyncConfig(vllm_lora_sync=False).wanted_transport == "merged"
+    assert SyncConfig().wanted_transport == "auto"
+
+
+def test_retention_follows_staleness() -> None:
+    assert SyncConfig(max_staleness=3).retained_versions == 5
+
+
+def test_frozen() -> None:
+    with pytest.raises(Exception, match="frozen"):
+        SyncConfig().transport = "merged"

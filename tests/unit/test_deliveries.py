@@ -1,0 +1,273 @@
+"""Direct, uploads and files, from the trainer's tensors to vLLM's slots over real HTTP; without an engine."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from blake3 import blake3
+
+from loraflow.adapter import AdapterSpec, take_snapshot
+from loraflow.errors import CapabilityError, LoadError
+from loraflow.layout import lora_shapes
+from loraflow.plugin_client import PluginClient
+from loraflow.policy import Policy, new_run_id
+from loraflow.server import HTTPFailure, VLLMServer
+from loraflow.store import AdapterStore
+from loraflow.transports.blocks import SharedBlock
+from loraflow.transports.direct import DirectTransport
+from loraflow.transports.filesystem import FilesystemTransport
+from tests.helpers.lora_worker import LoraHost, lora_host
+from tests.helpers.plugin_server import plugin_server
+from tests.helpers.tiny import peft_model, randomize
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.filterwarnings("ignore")
+SHM = Path("/dev/shm")
+OCTETS = {"Content-Type": "application/octet-stream"}
+UPLOAD = "/loraflow/v1/direct/upload"
+
+
+@pytest.fixture(scope="module")
+def host(tiny_model: Path) -> Iterator[LoraHost]:
+    with lora_host(tiny_model, dtype="bfloat16") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def url(host: LoraHost, root: Path) -> Iterator[str]:
+    with plugin_server(host, root) as found:
+        yield found
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[AdapterStore]:
+    with AdapterStore(str(root), new_run_id(), retain=3, grace_period=0.0) as made:
+        yield made
+
+
+def carrier(name: str, store: AdapterStore, spec: AdapterSpec, url: str) -> Any:
+    if name == "filesystem":
+        return FilesystemTransport(store, spec=spec)
+    return DirectTransport(store, spec, far=[url] if name == "upload" else [])
+
+
+@pytest.mark.parametrize("name", ["direct", "upload", "filesystem"])
+def test_every_version_lies_in_a_slot_as_vllm_would_load_it(
+    name: str, host: LoraHost, url: str, store: AdapterStore, tiny_model: Path
+) -> None:
+    server = VLLMServer(url)
+    model = peft_model(tiny_model, r=8, lora_alpha=24, std=0.2)
+    transport = carrier(name, store, AdapterSpec.from_model(model), url)
+    transport.open([server])
+    for version in range(5):
+        randomize(model, seed=version, std=0.2)
+        snapshot, policy = take_snapshot(model, dtype=torch.bfloat16), Policy(store.run_id, version)
+        delivery = transport.deliver(policy, snapshot, [server])
+        outcome = delivery.servers[url]
+        assert outcome.error is None, outcome.error
+        assert outcome.proof is not None
+        assert outcome.proof.passed, outcome.proof.detail
+        store.mark_committed(policy)
+        assert transport.holds(policy, server)
+        item = next(m for m in server.models() if m.id == policy.name)
+        assert item.root == store.path(policy)
+        status = PluginClient(server.request).status()
+        int_id = next(a["lora_int_id"] for a in status["adapters"] if a["name"] == policy.name)
+        found = host.slots_of(int_id)
+        if name != "filesystem":
+            transport.wait_published()
+        stock = host.load(Path(store.path(policy)), 1000 + 10 * version + len(name))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, stock, strict=True))
+    transport.close([server])
+    assert not [m for m in server.models() if m.id.startswith(store.run_id)]
+
+
+def test_a_change_on_the_way_is_seen(host: LoraHost, url: str, store: AdapterStore, tiny_model: Path) -> None:
+    """The proof is of what lies in the slot, and names what differs."""
+    server, snapshot = VLLMServer(url), take_snapshot(peft_model(tiny_model), dtype=torch.bfloat16)
+    transport = FilesystemTransport(store, spec=snapshot.spec)
+    transport.open([server])
+    install = host.worker.loraflow_installer().install
+
+    def other(layout: Any, payload: torch.Tensor, *rest: Any) -> int:
+        changed = payload.clone()
+        changed[1000] ^= 1
+        return install(layout, changed, *rest)
+
+    host.worker.loraflow_installer().install = other
+    try:
+        outcome = transport.deliver(Policy(store.run_id, 0), snapshot, [server]).servers[url]
+    finally:
+        del host.worker.loraflow_installer().install
+    assert outcome.proof is not None
+    assert not outcome.proof.passed
+    assert "layers" in outcome.proof.detail
+
+
+def test_a_server_without_the_extension_loads_natively(
+    host: LoraHost, url: str, store: AdapterStore, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, snapshot = VLLMServer(url), take_snapshot(peft_model(tiny_model), dtype=torch.bfloat16)
+    transport = FilesystemTransport(store)  # no spec: nothing is agreed on
+    transport.open([server])
+    outcome = transport.deliver(Policy(store.run_id, 0), snapshot, [server]).servers[url]
+    assert (outcome.error, outcome.proof) == (None, None)
+    transport.close([server])
+
+
+def test_a_version_that_the_server_does_not_see_is_told_with_what_to_do(
+    url: str, root: Path, store: AdapterStore, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraflow.http_errors.VISIBLE_SECONDS", 0.1)
+    server, snapshot = VLLMServer(url), take_snapshot(peft_model(tiny_model), dtype=torch.bfloat16)
+    for elsewhere, said in ((str(root / "mounted"), "server_adapter_root"), ("/nowhere", "none of the folders")):
+        transport = FilesystemTransport(store, spec=snapshot.spec, server_root=elsewhere)
+        transport.open([server])
+        outcome = transport.deliver(Policy(store.run_id, store.next_version()), snapshot, [server]).servers[url]
+        assert isinstance(outcome.error, LoadError)
+        assert said in str(outcome.error)
+
+
+def test_a_folder_that_the_server_does_not_see_is_told_at_the_start(
+    url: str, root: Path, store: AdapterStore, tiny_model: Path
+) -> None:
+    spec = AdapterSpec.from_model(peft_model(tiny_model))
+    for elsewhere in (str(root / "mounted"), "/nowhere/at/all"):
+        transport = DirectTransport(store, spec, server_root=elsewhere, far=[url])
+        with pytest.raises(CapabilityError, match="does not see the folder"):
+            transport.open([VLLMServer(url)])
+    assert not [path for path in Path(store.path()).iterdir() if path.name.startswith(".draft")]
+
+
+def test_a_server_that_does_not_reach_the_block_gets_uploads(
+    url: str, store: AdapterStore, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is on this host by its URL, and elsewhere behind a tunnel: there is no block of that name there."""
+    server, snapshot = VLLMServer(url), take_snapshot(peft_model(tiny_model), dtype=torch.bfloat16)
+    source = SharedBlock.source
+    monkeypatch.setattr(SharedBlock, "source", lambda self: {**source(self), "name": "loraflow-elsewhere"})
+    transport = DirectTransport(store, snapshot.spec)
+    transport.open([server])
+    assert any("over HTTP" in record.message for record in caplog.records)
+    outcome = transport.deliver(Policy(store.run_id, 0), snapshot, [server]).servers[url]
+    assert outcome.proof is not None
+    assert outcome.proof.passed
+    transport.close([server])
+
+
+def test_an_old_plugin_takes_no_uploads(url: str, store: AdapterStore, tiny_model: Path) -> None:
+    server = VLLMServer(url)
+    plugin = server.info.plugin
+    assert plugin is not None
+    object.__setattr__(plugin, "capabilities", plugin.capabilities - {"upload"})
+    transport = DirectTransport(store, AdapterSpec.from_model(peft_model(tiny_model)), far=[url])
+    with pytest.raises(CapabilityError, match="another host"):
+        transport.open([server])
+
+
+@pytest.fixture
+def agreed(url: str, store: AdapterStore, tiny_model: Path) -> dict[str, str]:
+    """The query of a right upload of zeros, and its size under ``nbytes``."""
+    shapes = lora_shapes(AdapterSpec.from_model(peft_model(tiny_model, r=2)))
+    layout = PluginClient(VLLMServer(url).request).layout(shapes)
+    payload = bytes(2 * sum(rows * cols for rows, cols in shapes.values()))
+    return {
+        "name": f"{store.run_id}-v0",
+        "path": store.path(Policy(store.run_id, 0)),
+        "layout_id": layout.layout_id,
+        "blake3": blake3(payload).hexdigest(),
+        "nbytes": str(len(payload)),
+    }
+
+
+def test_uploads_that_are_not_what_was_announced_leave_nothing(
+    url: str, agreed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, payload = VLLMServer(url), bytes(int(agreed.pop("nbytes")))
+    mark, count = secrets.token_hex(8), iter(range(1000))  # other servers have inboxes too
+    named = SimpleNamespace(token_hex=lambda _: f"{mark}-{next(count)}")
+    monkeypatch.setattr("loraflow_server.inbox.secrets", named)
+    cases: list[tuple[Any, dict[str, str], dict[str, str], int]] = [
+        (payload[:-4], {}, OCTETS, 400),
+        (b"", {}, OCTETS, 400),
+        (payload + b"more", {}, OCTETS, 413),
+        (iter([payload]), {}, OCTETS, 411),  # in chunks, of no length that is known
+        (payload[:-1] + b"x", {}, OCTETS, 400),  # another content
+        (payload, {"blake3": "no"}, OCTETS, 400),
+        (payload, {"layout_id": "unknown"}, OCTETS, 409),
+        (payload, {"path": "/etc/x"}, OCTETS, 403),
+        (payload, {"name": "../x"}, OCTETS, 400),
+        (payload, {}, {"Content-Type": "application/json"}, 415),
+        (payload, {}, {**OCTETS, "Origin": "http://evil"}, 403),
+    ]
+    for body, other, headers, status in cases:
+        with pytest.raises(HTTPFailure) as caught:
+            server.request("POST", UPLOAD, params={**agreed, **other}, data=body, headers=headers)
+        assert caught.value.status == status, (other, caught.value.reason)
+    assert len(list(SHM.glob(f"*{mark}*"))) <= 1
+    assert agreed["name"] not in {m.id for m in server.models()}
+    # The name was not used up by any of them, and what is right is taken.
+    assert server.request("POST", UPLOAD, params=agreed, data=payload, headers=OCTETS)["name"] == agreed["name"]
+    with pytest.raises(HTTPFailure) as again:
+        server.request("POST", UPLOAD, params=agreed, data=payload, headers=OCTETS)
+    assert again.value.status == 409
+    server.unload_adapter(agreed["name"])
+
+
+def test_an_upload_that_is_cut_blocks_nobody(url: str, agreed: dict[str, str]) -> None:
+    nbytes = int(agreed.pop("nbytes"))
+    where, port = url.removeprefix("http://").split(":")
+    query = "&".join(f"{key}={value}" for key, value in agreed.items())
+    head = f"POST {UPLOAD}?{query} HTTP/1.1\r\nHost: x\r\nContent-Type: application/octet-stream\r\n"
+    with socket.create_connection((where, int(port))) as cut:
+        cut.sendall(f"{head}Content-Length: {nbytes}\r\n\r\n".encode() + bytes(nbytes // 2))
+        time.sleep(0.2)
+    with VLLMServer(url) as server:
+        answer = server.request("POST", UPLOAD, params=agreed, data=bytes(nbytes), headers=OCTETS, timeout=10)
+        assert answer["name"] == agreed["name"]
+        server.unload_adapter(agreed["name"])
+
+
+def test_an_upload_that_dribbles_ends(url: str, agreed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraflow_server.inbox._UPLOAD_SECONDS", 0.3)
+    nbytes = int(agreed.pop("nbytes"))
+    where, port = url.removeprefix("http://").split(":")
+    query = "&".join(f"{key}={value}" for key, value in agreed.items())
+    head = f"POST {UPLOAD}?{query} HTTP/1.1\r\nHost: x\r\nContent-Type: application/octet-stream\r\n"
+    with socket.create_connection((where, int(port)), timeout=5) as slow:
+        slow.sendall(f"{head}Content-Length: {nbytes}\r\n\r\n".encode() + b"a few bytes")
+        assert b" 408 " in slow.recv(4096).split(b"\r\n")[0]
+
+
+def test_uploads_need_the_token(host: LoraHost, root: Path) -> None:
+    with plugin_server(host, root, token="secret") as guarded:
+        for token in (None, "wrong"):
+            with VLLMServer(guarded, token=token, token_env="NONE_SET") as server, pytest.raises(HTTPFailure) as caught:
+                server.request("POST", UPLOAD, params={"layout_id": "x"}, data=b"x", headers=OCTETS)
+            assert caught.value.status == 401
+        with VLLMServer(guarded, token="secret") as server, pytest.raises(HTTPFailure) as caught:
+            server.request("POST", UPLOAD, params={"layout_id": "x"}, data=b"x", headers=OCTETS)
+        assert caught.value.status == 409
+
+
+def test_only_files_under_the_roots_are_told_of(url: str, root: Path) -> None:
+    client = PluginClient(VLLMServer(url).request)
+    (root / "there").touch()
+    assert client.sees(str(root / "there"))
+    assert not client.sees(str(root / "not there"))
+    with pytest.raises(HTTPFailure) as caught:
+        client.sees("/etc/passwd")
+    assert caught.value.status == 403

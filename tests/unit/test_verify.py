@@ -1,0 +1,43 @@
+"""The trainer's side of a proof: its forward is that of evaluation, and leaves the model as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from loraflow.config import SyncConfig
+from loraflow.ranks import Ranks
+from loraflow.verify import Prover
+from tests.helpers.tiny import PROMPT, peft_model
+
+
+class Linear4bit(nn.Linear):
+    """As bitsandbytes' layer on a CPU: the first forward in evaluation mode makes it unfit for training."""
+
+    packed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.packed |= not self.training
+        return super().forward(x)
+
+
+Linear4bit.__module__ = "bitsandbytes.nn.modules"
+
+
+def test_a_proofs_forward_does_not_repack_quantised_weights(tiny_model: Path) -> None:
+    model = peft_model(tiny_model, target_modules=["q_proj"], lora_dropout=0.5).train()
+    quantised = []
+    for layer in model.get_base_model().model.layers:
+        old = layer.mlp.down_proj
+        new = Linear4bit(old.in_features, old.out_features, bias=False)
+        new.load_state_dict(old.state_dict())
+        layer.mlp.down_proj = new
+        quantised.append(new)
+    prover = Prover(model, SyncConfig(adapter_root="unused"), Ranks(1, 1))
+    prover.tokens = PROMPT
+    first, second = prover.expect(), prover.expect()
+    assert torch.equal(first.logprobs, second.logprobs)  # no dropout: it is the forward of evaluation
+    assert not any(layer.packed for layer in quantised)
+    assert all(module.training for module in model.modules())

@@ -1,0 +1,117 @@
+"""Several servers in one update: each gets every byte in order, and one that fails is left out, not waited for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from loraflow.errors import LoadError, SyncTimeout
+from loraflow.merge import WireTensor
+from loraflow.transports.background import Task, wait_until
+from loraflow.transports.pipeline import send
+from loraflow.transports.wire import plan_buckets
+
+TENSORS = [WireTensor(f"t{i}", torch.float32, (5, i + 1)) for i in range(12)]
+BUCKET = 100
+
+
+class Receiver:
+    """A link whose far end reads a buffer only when it is waited for: a buffer filled too early shows."""
+
+    def __init__(self, url: str, fails_at: int = -1, *, on: str = "wait") -> None:
+        self.url = url
+        self.server = self.group = self
+        self.buffers = 2
+        self.device = torch.device("cpu")
+        self.received: list[torch.Tensor] = []
+        self.sent = 0
+        self._fails_at = fails_at if on == "wait" else -1
+        self._refuses_at = fails_at if on == "send" else -1
+
+    def send(self, buffer: torch.Tensor, bucket: Any) -> Any:
+        if self.sent == self._refuses_at:
+            raise LoadError("no group", server=self.url)
+        self.sent += 1
+        return buffer[: bucket.nbytes].clone
+
+    def wait(self, pending: Any) -> None:
+        if len(self.received) == self._fails_at:
+            raise SyncTimeout("stuck", server=self.url)
+        self.received.append(pending())
+
+
+def stream(made: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from made.items()
+
+
+def values() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {t.name: torch.randn(t.shape, generator=generator) for t in TENSORS}
+
+
+def whole(made: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.reshape(-1).view(torch.uint8) for t in made.values()])
+
+
+@pytest.mark.parametrize("on", ["wait", "send"])
+def test_a_server_that_fails_is_left_out(on: str) -> None:
+    made = values()
+    good: Any = Receiver("http://good")
+    bad: Any = Receiver("http://bad", fails_at=2, on=on)
+    errors: dict[str, Exception] = {}
+    spent = send([bad, good], TENSORS, stream(made), errors, bucket_bytes=BUCKET)
+    buckets = plan_buckets(TENSORS, BUCKET)
+    assert len(buckets) > 5
+    assert torch.equal(torch.cat(good.received), whole(made))
+    assert errors.keys() == {"http://bad"}
+    assert bad.sent <= 4
+    assert spent.keys() == {"merge", "broadcast"}
+
+
+def test_nothing_is_merged_for_nobody() -> None:
+    taken: list[str] = []
+
+    def counted() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in values().items():
+            taken.append(name)
+            yield name, tensor
+
+    bad: Any = Receiver("http://bad", fails_at=0)
+    errors: dict[str, Exception] = {}
+    send([bad], TENSORS, counted(), errors, bucket_bytes=BUCKET)
+    assert errors
+    assert len(taken) < len(TENSORS)
+
+
+def test_another_order_than_announced_is_refused() -> None:
+    good: Any = Receiver("http://good")
+    turned = dict(reversed(list(values().items())))
+    with pytest.raises(LoadError, match="announced"):
+        send([good], TENSORS, stream(turned), {}, bucket_bytes=BUCKET)
+
+
+def test_capped_buckets_hold_the_largest_tensor() -> None:
+    made = values()
+    good: Any = Receiver("http://good")
+    send([good], TENSORS, stream(made), {}, bucket_bytes=8, capped=True)
+    assert max(len(part) for part in good.received) == TENSORS[-1].nbytes
+    assert torch.equal(torch.cat(good.received), whole(made))
+
+
+def test_a_task_is_given_up_on() -> None:
+    gate = threading.Event()
+    task = Task(gate.wait, name="test")
+    with pytest.raises(TimeoutError):
+        task.result(0.05)
+    assert not wait_until(task.done, time.monotonic() + 0.05)
+    gate.set()
+    assert task.result(5) is True
+    failing: Task[None] = Task(lambda: (_ for _ in ()).throw(ValueError("reason")), name="test")
+    assert wait_until(failing.failed, time.monotonic() + 5)
+    with pytest.raises(ValueError, match="reason"):
+        failing.result(0)
