@@ -6,11 +6,13 @@ stopped as soon as a test wants another one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.tiny import make_tiny_model
 from tests.helpers.vllm_process import RunningServer, vllm_server
@@ -139,6 +141,12 @@ def fold_dp2_server(
     """As `fold_server`, with two data-parallel engines."""
     work = tmp_path_factory.mktemp("fold_dp2")
     return _fold(server_park, tiny_model, work, "fold_dp2", "--data-parallel-size", "2")
+
+
+def pytest_configure() -> None:
+    """One thread per process: on two cores, beside a server, every parallel region waits for a core (10 ms a copy)."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
