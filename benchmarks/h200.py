@@ -3,7 +3,7 @@
     python benchmarks/h200.py --out results --sections direct,same,fold
     python benchmarks/h200.py --out results --sections generation
     python benchmarks/h200.py --out results --sections fold7b
-    python benchmarks/h200.py --out results --device cuda:0 --server-gpu 1 --sections direct,nccl,tp2,faults
+    python benchmarks/h200.py --out results --device cuda:0 --server-gpu 1 --sections direct,fold,nccl,grpo,tp2,faults
     python benchmarks/h200.py --out results --device cpu --preset tiny --sections direct,same,fold   (a dry run)
 
 One GPU: trainer and servers share it. Two: the trainer is on ``--device``, the servers on ``--server-gpu``. A section
@@ -49,6 +49,7 @@ SECONDS = {
     "nccl": 300,
     "tp2": 540,
     "faults": 400,
+    "grpo": 400,
 }
 
 
@@ -281,6 +282,27 @@ def faults(session: Session) -> Report:
     return session.report("faults", None, [], checks=checks)
 
 
+def grpo_steps(session: Session, options: argparse.Namespace) -> Report:
+    """A real GRPO run under TRL, its own merged sync beside loraflow's."""
+    from grpo_steps import WAYS, grpo
+
+    cpu = session.settings.device.type == "cpu"
+    session.release_model()  # TRL loads its own
+    checks: dict[str, Any] = {}
+    failures = []
+    for way, kind in WAYS.items():
+        if cpu and way == "stock-merged":
+            continue  # over NCCL
+        try:
+            checks[way] = grpo(session, way, session.server(kind), options.grpo_steps, *options.grpo_batch)
+            found = checks[way]
+            say(f"{way}: {found['s per step, p50']:.3f} s per step, {found['ms per sync, p50']:.1f} ms a sync")
+        except Exception as error:  # noqa: BLE001 - told in the report; the next way runs
+            failures.append(Failure.of(f"grpo, {way}", error, session.log_tails()))
+            say(f"{way} FAILED: {failures[-1].traceback[-1500:]}")
+    return session.report("grpo", None, [], checks=checks, failures=tuple(failures))
+
+
 def child_trainer(options: argparse.Namespace) -> None:
     """A trainer that syncs merged weights without a pause, until it is killed."""
     with Session(settings_of(options, options.preset), say) as session:
@@ -327,6 +349,7 @@ def run_section(name: str, session: Session, options: argparse.Namespace) -> Rep
         "nccl": lambda: nccl(session, options.syncs),
         "tp2": lambda: tp2(session),
         "faults": lambda: faults(session),
+        "grpo": lambda: grpo_steps(session, options),
     }
     return work[name]()
 
@@ -369,6 +392,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--block", type=int, default=5)
     parser.add_argument("--syncs", type=int, default=100, help="of section nccl")
+    parser.add_argument("--grpo-steps", type=int, default=20)
+    parser.add_argument(
+        "--grpo-batch",
+        type=lambda s: tuple(map(int, s.split(","))),
+        default=(32, 128),
+        help="completions, tokens of each",
+    )
     parser.add_argument("--pause", type=float, default=0.4)
     parser.add_argument("--window", type=float, default=6.0, help="seconds of a generation window")
     parser.add_argument("--streams", type=lambda s: tuple(map(int, s.split(","))), default=(64, 256))

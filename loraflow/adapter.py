@@ -154,6 +154,7 @@ def take_snapshot(
     step: int = 0,
     spec: AdapterSpec | None = None,
     out: torch.Tensor | None = None,
+    plan: SnapshotPlan | None = None,
 ) -> AdapterSnapshot:
     """Copy the active adapter off a live model: one copy, no transfer, nothing of the trainer changed.
 
@@ -165,12 +166,13 @@ def take_snapshot(
         step: Optimizer step, for the record.
         spec: The spec that the caller's plan was made from: another adapter is then refused.
         out: Flat buffer to fill, shape (n,), of the copy's dtype. An earlier snapshot in it is overwritten.
+        plan: The model's plan where the caller has just asked for it, which is not done again then.
 
     Raises:
         AdapterError: Not exactly one active LoRA adapter; trainable parameters outside of it; tensors that are shards;
             an ``out`` or ``spec`` that does not fit.
     """
-    plan = SnapshotPlan.of(model)
+    plan = SnapshotPlan.of(model) if plan is None else plan
     live = _spec_of(model, plan)
     if spec is not None and spec is not live and _constant(spec) != _constant(live):
         raise AdapterError(

@@ -156,7 +156,7 @@ class SnapshotPlan:
         layers = [layer for layer in everywhere.values() if self.adapter in layer.scaling]
         self.scalings = _by_module(self.entries, layers, self.adapter, lambda layer: layer.scaling[self.adapter])
         self.given_scalings = _by_module(self.entries, layers, self.adapter, self._given_scaling)
-        self._layers = [(layer, layer.scaling[self.adapter]) for layer in layers]
+        self._layers, self._layer_scalings = layers, [layer.scaling[self.adapter] for layer in layers]
         self._everywhere = list(everywhere.values())
         self._states = [
             (_copied(active), off, _copied(merged)) for active, off, merged in map(_STATE, self._everywhere)
@@ -181,8 +181,8 @@ class SnapshotPlan:
             and peft_model is not None
             and list(peft_model.active_adapters) == [self.adapter]
             and _children_of([root, *self._inner]) == (self._children, self._counts)
-            and not any(value.requires_grad for value in self._frozen)
-            and all(layer.scaling.get(self.adapter) == scaling for layer, scaling in self._layers)
+            and not any(map(_TRAINED, self._frozen))
+            and [table.get(self.adapter) for table in map(_SCALING, self._layers)] == self._layer_scalings
             and list(map(_STATE, self._everywhere)) == self._states
         )
 
@@ -242,6 +242,7 @@ def _copied(value: Any) -> Any:
 
 
 _MODULES, _VALUES = attrgetter("_modules"), methodcaller("values")
+_TRAINED, _SCALING = attrgetter("requires_grad"), attrgetter("scaling")
 _STATE = attrgetter(
     "_active_adapter", "_disable_adapters", "merged_adapters"
 )  # their properties take five times as long

@@ -28,6 +28,7 @@ from loraflow.correction import Correction, CorrectionOptions, correct, drift
 from loraflow.errors import LoraflowError, StaleError, UnsettledError
 from loraflow.fleet import Fleet
 from loraflow.gate import Gate
+from loraflow.knock import Knock
 from loraflow.plan import Plan
 from loraflow.policy import Policy
 from loraflow.ranks import Ranks
@@ -386,13 +387,14 @@ class SyncManager:
 
     def _sync(self, step: int, expected: Expected | None, *, began: float, behind: bool = False) -> SyncRecord | None:
         forward_ms = (time.perf_counter() - began) * 1e3
+        knock = Knock(self._fleet.servers if self._fleet else ())
         policy = self._new_policy()
         self._attempted = policy.version
         dtype = self._known().dtype
         # Apart, so that a rank without room is not missed in the middle of the others' gathers.
-        room = self.ranks.together(lambda: SnapshotPlan.of(self.model).buffer(dtype))
+        plan, room = self.ranks.together(lambda: (found := SnapshotPlan.of(self.model), found.buffer(dtype)))
         snapshot = self.ranks.together(
-            lambda: take_snapshot(self.model, dtype=dtype, step=step, spec=self._spec, out=room)
+            lambda: take_snapshot(self.model, dtype=dtype, step=step, spec=self._spec, out=room, plan=plan)
         )
         captured_ms = (time.perf_counter() - began) * 1e3
 
@@ -402,6 +404,7 @@ class SyncManager:
             total = (time.perf_counter() - began) * 1e3
             phases = {"forward": forward_ms, "snapshot": captured_ms - forward_ms, **record.phases_ms}
             stall = captured_ms if behind else total
+            knock.settle()
             return replace(record, phases_ms=phases, total_ms=total, stall_ms=stall), error
 
         if behind:

@@ -15,7 +15,16 @@ from loraflow.layout import Rect, SlotLayout, dtype_of
 if TYPE_CHECKING:
     from loraflow.server import VLLMServer
 
-__all__ = ["FoldLayout", "LoadedAdapter", "PluginClient", "Request", "ServedDigest", "begin_direct", "begin_upload"]
+__all__ = [
+    "FoldLayout",
+    "LoadedAdapter",
+    "PluginClient",
+    "Request",
+    "ServedDigest",
+    "begin_direct",
+    "begin_fold",
+    "begin_upload",
+]
 
 _ROOT = "/loraflow/v1"
 _understood = understood("the answer of loraflow's plugin")
@@ -218,12 +227,6 @@ class PluginClient:
         return FoldLayout.from_json(self._request("POST", f"{_ROOT}/fold/layout", json=body, timeout=timeout))
 
     @_understood
-    def fold(self, body: Mapping[str, Any], *, timeout: float | None = None) -> dict[str, Any]:
-        """Fold a version; see `loraflow_server.fold_desk.FoldDesk.fold`."""
-        answer: dict[str, Any] = self._request("POST", f"{_ROOT}/fold", json=dict(body), timeout=timeout)
-        return answer
-
-    @_understood
     def fold_undo(self, run_id: str, policy: str, layout_id: str, *, timeout: float | None = None) -> str | None:
         """Serve again what was served before ``policy``; what is folded then (None: the pristine base)."""
         body = {"run_id": run_id, "policy": policy, "layout_id": layout_id}
@@ -283,6 +286,17 @@ def begin_direct(
     body = {"name": name, "path": path, "layout_id": layout_id, "source": dict(source)}
     take = server.begin(f"{_ROOT}/direct", json=body, timeout=server.load_timeout)
     return _understood(lambda: ServedDigest.from_json(take()))
+
+
+def begin_fold(server: VLLMServer, body: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Have a server fold a version; what is returned waits for the proof.
+
+    Args:
+        server: The server.
+        body: See `loraflow_server.fold_desk.FoldDesk.fold`.
+    """
+    take = server.begin(f"{_ROOT}/fold", json=dict(body), timeout=server.load_timeout)
+    return _understood(lambda: dict(take()))
 
 
 def begin_upload(

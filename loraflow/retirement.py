@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -16,6 +17,8 @@ __all__ = ["Retirement"]
 
 _log = logging.getLogger(__name__)
 _SWEEPS = 5
+_HEAD_START = 0.02
+"""Seconds that the caller has before an old version is freed: two threads share the interpreter."""
 
 
 class Retirement:
@@ -35,6 +38,7 @@ class Retirement:
         self._sweeps = 0  # how many times more to look for names that should not be there
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loraflow-retire")
         self._running: Future[None] | None = None
+        self._awaited = threading.Event()
 
     def adopt(self, found: Recovered, servers: Sequence[VLLMServer]) -> None:
         """Take over what an earlier process of this run left: versions of no use are freed now, the committed ones
@@ -52,19 +56,23 @@ class Retirement:
     def committed(self, policy: Policy, servers: Sequence[VLLMServer], in_use: Collection[Policy]) -> None:
         """A new version is in force: free the old ones on ``servers``, behind the caller, except those ``in_use``."""
         self._committed.append(policy)
+        self._awaited.clear()
         self._running = self._thread.submit(self._retire, tuple(servers), frozenset(in_use))
 
     def settle(self) -> None:
         """Wait until that is done."""
         running, self._running = self._running, None
+        self._awaited.set()
         if running is not None:
             running.result()  # bounded by the timeouts of its calls
 
     def close(self) -> None:
         """End the thread."""
+        self._awaited.set()
         self._thread.shutdown(wait=True)
 
     def _retire(self, servers: Sequence[VLLMServer], in_use: Collection[Policy]) -> None:
+        self._awaited.wait(_HEAD_START)
         while len(self._committed) > self._retain and self._committed[0] not in in_use:
             if not self._free(self._committed[0], servers):
                 break  # the store fails: the next version tries again

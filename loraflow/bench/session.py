@@ -118,6 +118,12 @@ class Session:
             self.tell(f"trainer of {self.settings.preset.name} ready after {time.perf_counter() - began:.0f} s")
         return self._model
 
+    def release_model(self) -> None:
+        """Let go of the trainer's model; it is loaded again when it is asked for."""
+        self._model = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
     def at_rank(self, rank: int) -> None:
         """Go on with an adapter of another rank, on the same servers."""
         self.settings = replace(self.settings, rank=rank)
@@ -270,9 +276,7 @@ class Session:
     def close(self) -> None:
         """Stop the servers, and let go of the trainer and the store."""
         self.stop_servers()
-        self._model = None
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        self.release_model()
         shutil.rmtree(self._root, ignore_errors=True)
 
     def __enter__(self) -> Self:

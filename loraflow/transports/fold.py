@@ -21,7 +21,7 @@ from loraflow.adapter import AdapterSnapshot, AdapterSpec
 from loraflow.adapter_files import adapter_files
 from loraflow.errors import AdapterError, CapabilityError, LoraflowError, PublishError, VerifyError
 from loraflow.plan_features import fold_objection
-from loraflow.plugin_client import FoldLayout, PluginClient
+from loraflow.plugin_client import FoldLayout, PluginClient, begin_fold
 from loraflow.policy import Policy
 from loraflow.records import Proof
 from loraflow.server import HTTPFailure, VLLMServer
@@ -273,8 +273,6 @@ class FoldTransport:
     def _fold(
         self, server: VLLMServer, policy: Policy, source: Mapping[str, Any], expected: Sequence[int]
     ) -> dict[str, Any]:
-        client = PluginClient(server.request)
-
         def call(layout: FoldLayout) -> dict[str, Any]:
             body = {
                 "run_id": self._store.run_id,
@@ -284,7 +282,7 @@ class FoldTransport:
                 "check": server.url not in self._checked,
                 **source,
             }
-            return client.fold(body, timeout=server.load_timeout)
+            return begin_fold(server, body)()
 
         try:
             return call(self._layouts[server.url])

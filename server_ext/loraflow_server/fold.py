@@ -15,8 +15,8 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,9 @@ from loraflow_server.fold_rules import FoldModule, Recipe, make_recipe
 from loraflow_server.placement import Served, find_served, require_live
 from loraflow_server.precision import true_float32
 from loraflow_server.rects import Rect
+
+if TYPE_CHECKING:
+    from loraflow_server.grouped import Grouped
 
 __all__ = ["Fold", "FoldModule", "Folded"]
 
@@ -47,6 +50,7 @@ class _Payload:
         tensors: Views of ``flat``, in payload order.
         sums: The rectangles that are ``W_base + s · L · R``.
         others: The others.
+        grouped: Folds and proves all ``sums`` in a few launches; None where each takes its own.
     """
 
     def __init__(self, fold: Fold) -> None:
@@ -60,6 +64,7 @@ class _Payload:
         in_place = fold.adds_in_float32
         self.sums = [recipe for recipe in recipes if in_place and recipe.is_sum]
         self.others = [recipe for recipe in recipes if not (in_place and recipe.is_sum)]
+        self.grouped = _grouped(self.sums) if fold.grouped else None
         self._views = [recipe.view for recipe in self.sums]
         self._bases = [recipe.base for recipe in self.sums]
 
@@ -69,13 +74,26 @@ class _Payload:
         return self.sums + self.others
 
     def write(self) -> None:
-        """Launch the fold of what ``flat`` holds: a launch for each weight, and one that copies the base."""
-        if self._views:
+        """Launch the fold of what ``flat`` holds."""
+        if self.grouped is not None:
+            self.grouped.write()
+        elif self._views:
             torch._foreach_copy_(self._views, self._bases, non_blocking=True)
-        for recipe in self.sums:
-            recipe.add_product()
+            for recipe in self.sums:
+                recipe.add_product()
         for recipe in self.others:
             recipe.write()
+
+    def error(self, share: int, signs: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Launch the proof of a share: `Recipe.error` of its worst, a scalar, and how many those are."""
+        sums, others = self.sums[share::_SHARES], self.others[share::_SHARES]
+        found = [recipe.error(signs) for recipe in others]
+        if self.grouped is not None:
+            found.append(self.grouped.error(share, signs))
+        else:
+            found += [recipe.error(signs) for recipe in sums]
+        nothing = torch.zeros((), dtype=torch.float64, device=signs.device)
+        return torch.stack([nothing, *found]).max(), len(sums) + len(others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +110,8 @@ class _UnderWay:
     payload: _Payload
     sums: torch.Tensor
     expected: list[int] | None
+    error: torch.Tensor | None = None
+    checked: int = 0
 
 
 class Fold:
@@ -105,6 +125,7 @@ class Fold:
     Attributes:
         current: What the weights hold.
         previous: What they held before.
+        grouped: Whether products are folded in one launch (`loraflow_server.grouped`).
 
     Raises:
         PluginError: ``unsupported_layout``, ``not_live``, ``too_little_memory`` (409): the plan takes another way.
@@ -121,11 +142,15 @@ class Fold:
         self.copy, self.copy_place = _pristine_copy(self.served)
         self.adds_in_float32 = self.device.type == "cuda" or self.dtype == torch.float32  # and rounds once, in place
         self._payload_sums = Checksummer(self.shapes, self.dtype, self.device)
-        self._payloads = [_Payload(self)]  # up to three: what is served, what was before, and what comes
         self._columns = max(piece.rect.cols for piece in self.served)
         self._folds = 0
         self._under_way: _UnderWay | None = None
         self.current = self.previous = Folded()
+        self.grouped = self.device.type == "cuda" and self.copy_place == "device"
+        self._payloads = [_Payload(self)]  # up to three: what is served, what was before, and what comes
+        if self._payloads[0].grouped is not None and not self._tried_out(self._payloads[0]):
+            self.grouped = False
+            self._payloads = [_Payload(self)]
 
     @property
     def nbytes(self) -> int:
@@ -165,9 +190,13 @@ class Fold:
             raise PluginError("bad_source", f"the payload has {payload.numel()} bytes, not those of the layout")
         room.flat.view(torch.uint8).copy_(payload, non_blocking=True)
         self._folds += 1
-        self._under_way = _UnderWay(policy, room, self._payload_sums.launch(room.tensors), expected)
+        begun = _UnderWay(policy, room, self._payload_sums.launch(room.tensors), expected)
+        self._under_way = begun
         try:
             self._write(room)
+            with _exact_products(), torch.no_grad():
+                error, checked = room.error(self._folds % _SHARES, self._signs())
+            self._under_way = replace(begun, error=error, checked=checked)
         except BaseException:
             self._take_back()
             raise
@@ -188,9 +217,8 @@ class Fold:
         if begun is None:
             raise PluginError("nothing_begun", "no fold is under way", status=409)
         recipes = begun.payload.recipes
-        share = recipes if whole else recipes[self._folds % _SHARES :: _SHARES]
         try:
-            error = self._largest_error(share)
+            error = self._largest_error(recipes) if whole else begun.error
             sums = begun.sums.tolist()
             found = 0.0 if error is None else float(error)
             _require_proof(sums, begun.expected, found)
@@ -199,7 +227,7 @@ class Fold:
             raise
         self._under_way = None
         self.previous, self.current = self.current, Folded(begun.policy, begun.payload)
-        return {"sums": sums, "error": found, "checked": len(share)}
+        return {"sums": sums, "error": found, "checked": len(recipes) if whole else begun.checked}
 
     def largest_error(self) -> float:
         """`Recipe.error` of the worst weight, of all; for the pristine base, whether it is the copy."""
@@ -245,11 +273,31 @@ class Fold:
     def _largest_error(self, recipes: Sequence[Recipe]) -> torch.Tensor | None:
         if not recipes:
             return None
-        # Other signs each time: what one draw could miss, the next one sees.
-        generator = torch.Generator().manual_seed(self._folds)
-        signs = torch.randint(0, 2, (self._columns,), generator=generator).mul_(2).sub_(1).double().to(self.device)
+        signs = self._signs()
         with torch.no_grad(), _exact_products():
             return torch.stack([recipe.error(signs) for recipe in recipes]).max()
+
+    def _signs(self) -> torch.Tensor:
+        """Others each time: what one draw could miss, the next one sees. See `Recipe.error`."""
+        generator = torch.Generator().manual_seed(self._folds)
+        return torch.randint(0, 2, (self._columns,), generator=generator).mul_(2).sub_(1).double().to(self.device)
+
+    def _tried_out(self, payload: _Payload) -> bool:
+        """Compile the grouped launches, and see that an adapter of zeros leaves every product as it is; the weights
+        are pristine afterwards, to the sign of their zeros."""
+        payload.flat.zero_()
+        try:
+            self._write(payload)
+            found = max(float(payload.error(share, self._signs())[0]) for share in range(_SHARES))
+            if found <= 1:
+                return True
+            reason = f"off by {found} tolerances"
+        except Exception as error:  # noqa: BLE001 - a compiler that is not there, a GPU that it does not know
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            self._write(None)
+        logger.warning("loraflow: folds take a launch for each weight, since grouped ones failed here: %s", reason)
+        return False
 
     def _require_place(self) -> None:
         if [piece.view.data_ptr() for piece in self.served] != self._pointers:
@@ -261,6 +309,18 @@ class Fold:
                 torch._foreach_copy_([piece.view for piece in self.served], self.copy)
             else:
                 payload.write()
+
+
+def _grouped(sums: Sequence[Recipe]) -> Grouped | None:
+    """All of ``sums`` in a few launches; None where Triton is not installed."""
+    if not sums:
+        return None
+    try:
+        from loraflow_server.grouped import Grouped
+    except ImportError as error:
+        logger.info("loraflow: folds take a launch for each weight: %s", error)
+        return None
+    return Grouped(sums, _SHARES)
 
 
 def _require_proof(sums: list[int], expected: list[int] | None, error: float) -> None:

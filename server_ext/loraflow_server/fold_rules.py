@@ -11,9 +11,14 @@ import torch
 from loraflow_server.errors import PluginError
 from loraflow_server.rects import Rect
 
-__all__ = ["FoldModule", "Recipe", "make_recipe"]
+__all__ = ["FoldModule", "Recipe", "make_recipe", "tolerance_of"]
 
 _DEVIATIONS = 8.0
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Rounding errors that a row may add up to, relative to its norm; see `Recipe.error`."""
+    return torch.finfo(dtype).eps * _DEVIATIONS
 
 
 @dataclass(frozen=True)
@@ -128,8 +133,7 @@ class Recipe:
             wanted = base @ x + self.scaling * (left @ (right @ x))
             wanted = wanted if gain is None else gain[:, 0] * wanted
         # Rounding errors of a row add up like a random walk; so many standard deviations of it.
-        step = torch.finfo(self.view.dtype).eps * _DEVIATIONS
-        scale = step * weight.square().sum(dim=1).sqrt() + torch.finfo(torch.float32).tiny
+        scale = tolerance_of(self.view.dtype) * weight.square().sum(dim=1).sqrt() + torch.finfo(torch.float32).tiny
         return ((weight @ x - wanted).abs() / scale).max().double()
 
     def _factors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -61,6 +61,10 @@ class Served(VLLMServer):
         except PluginError as error:
             raise HTTPFailure(error.message, status=error.status, reason=error.message, server=self.url) from error
 
+    def begin(self, path: str, **options: Any) -> Callable[[], Any]:
+        answer = self.request("POST", path, **options)
+        return lambda: answer
+
 
 class Trainer:
     def __init__(self, folder: Path, store: AdapterStore) -> None:

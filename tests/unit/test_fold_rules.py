@@ -163,22 +163,27 @@ def test_a_changed_element_anywhere_is_found(folder: Path, kind: str) -> None:
     assert fold.largest_error() <= 1
 
 
-def test_each_fold_proves_another_share(folder: Path) -> None:
+def test_each_fold_proves_another_share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = trained(folder, target_modules="all-linear")
     _, fold = fold_of(folder, model)
     apply(fold, model)
     count = len(fold.served)
     assert sum(apply(fold, model, f"v{n}", whole=False)["checked"] for n in range(1, 9)) == count
     kept = fold.served[5].view.clone()
-    wrong = 0
-    for number in range(9, 17):  # one of eight folds in a row sees a product that is always wrong
-        payload = take_snapshot(model).flat.view(torch.uint8)
-        fold.begin(f"v{number}", payload)
-        fold.served[5].view.add_(1)
-        try:
-            fold.finish()
-        except PluginError as error:
-            wrong += error.code == "fold_wrong"
+    wrong, write = 0, Fold._write
+
+    def write_wrongly(self: Fold, payload: Any) -> None:
+        write(self, payload)
+        self.served[5].view.add_(1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Fold, "_write", write_wrongly)
+        for number in range(9, 17):  # one of eight folds in a row sees a product that is always wrong
+            fold.begin(f"v{number}", take_snapshot(model).flat.view(torch.uint8))
+            try:
+                fold.finish()
+            except PluginError as error:
+                wrong += error.code == "fold_wrong"
     assert wrong == 1
     apply(fold, model, "v17")
     assert torch.equal(fold.served[5].view, kept)
