@@ -331,6 +331,7 @@ def settings_of(options: argparse.Namespace, preset: str) -> Settings:
         server_gpus=tuple(int(gpu) for gpu in options.server_gpu.split(",")),
         rounds=options.rounds,
         block=options.block,
+        warmups=options.warmups,
         pause=options.pause,
         utilization=options.utilization,
         eager=options.eager,
@@ -391,6 +392,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rank", type=int)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--block", type=int, default=5)
+    parser.add_argument("--warmups", type=int, default=4, help="syncs before them: until memory is taken again")
     parser.add_argument("--syncs", type=int, default=100, help="of section nccl")
     parser.add_argument("--grpo-steps", type=int, default=20)
     parser.add_argument(

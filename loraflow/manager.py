@@ -28,7 +28,6 @@ from loraflow.correction import Correction, CorrectionOptions, correct, drift
 from loraflow.errors import LoraflowError, StaleError, UnsettledError
 from loraflow.fleet import Fleet
 from loraflow.gate import Gate
-from loraflow.knock import Knock
 from loraflow.plan import Plan
 from loraflow.policy import Policy
 from loraflow.ranks import Ranks
@@ -387,7 +386,6 @@ class SyncManager:
 
     def _sync(self, step: int, expected: Expected | None, *, began: float, behind: bool = False) -> SyncRecord | None:
         forward_ms = (time.perf_counter() - began) * 1e3
-        knock = Knock(self._fleet.servers if self._fleet else ())
         policy = self._new_policy()
         self._attempted = policy.version
         dtype = self._known().dtype
@@ -404,7 +402,6 @@ class SyncManager:
             total = (time.perf_counter() - began) * 1e3
             phases = {"forward": forward_ms, "snapshot": captured_ms - forward_ms, **record.phases_ms}
             stall = captured_ms if behind else total
-            knock.settle()
             return replace(record, phases_ms=phases, total_ms=total, stall_ms=stall), error
 
         if behind:

@@ -51,7 +51,7 @@ class Sample:
     Attributes:
         way: Name of the way.
         round: Round that it was measured in.
-        warmup: The first of its block; kept, and left out of the summary.
+        warmup: Among the first of its block; kept, and left out of the summary.
         timed: The sync.
     """
 
@@ -199,9 +199,10 @@ def measure(
     block: int,
     pause: float,
     samples: list[Sample],
+    warmups: int = 1,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Failure]:
-    """Measure ``ways`` in turn, ``rounds`` times over, ``block`` syncs and a warm-up each time.
+    """Measure ``ways`` in turn, ``rounds`` times over, ``warmups`` and ``block`` syncs each time.
 
     Blocks, because two ways that hold slots or base weights of one server at once would measure each other. Before
     each sync the policy is drawn anew; after it there is a ``pause``, where a trainer would make its step.
@@ -210,9 +211,10 @@ def measure(
         ways: What to measure.
         model: The trainer's model.
         rounds: Turns.
-        block: Syncs in a turn, beside the warm-up.
+        block: Syncs in a turn, beside the warm-ups.
         pause: Seconds between syncs.
         samples: Gets every sample, as it is taken: what is there survives an interruption.
+        warmups: The first syncs of a turn, which take memory that the later ones take again.
         tell: Gets a line at each block.
 
     Returns:
@@ -228,9 +230,9 @@ def measure(
             try:
                 way.open()
                 try:
-                    for index in range(block + 1):
+                    for index in range(warmups + block):
                         draw_policy(model, seed)
-                        samples.append(Sample(way.name, number, index == 0, way.sync(seed)))
+                        samples.append(Sample(way.name, number, index < warmups, way.sync(seed)))
                         seed += 1
                         time.sleep(pause)
                 finally:

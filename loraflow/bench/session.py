@@ -39,6 +39,7 @@ class Settings:
         server_gpus: Indices of the servers' GPUs.
         rounds: Turns of each way.
         block: Syncs in a turn.
+        warmups: Syncs before them, which count for nothing.
         pause: Seconds between syncs.
         utilization: Share of a GPU that each server may take.
         eager: No CUDA graphs.
@@ -53,6 +54,7 @@ class Settings:
     server_gpus: tuple[int, ...] = (0,)
     rounds: int = 3
     block: int = 5
+    warmups: int = 1
     pause: float = 0.4
     utilization: float = 0.3
     eager: bool = False
@@ -240,6 +242,7 @@ class Session:
             rounds=settings.rounds,
             block=settings.block,
             pause=settings.pause,
+            warmups=settings.warmups,
             samples=samples,
             tell=self.tell,
         )

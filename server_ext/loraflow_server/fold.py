@@ -147,10 +147,12 @@ class Fold:
         self._under_way: _UnderWay | None = None
         self.current = self.previous = Folded()
         self.grouped = self.device.type == "cuda" and self.copy_place == "device"
-        self._payloads = [_Payload(self)]  # up to three: what is served, what was before, and what comes
-        if self._payloads[0].grouped is not None and not self._tried_out(self._payloads[0]):
+        first = _Payload(self)
+        if first.grouped is not None and not self._tried_out(first):
             self.grouped = False
-            self._payloads = [_Payload(self)]
+            first = _Payload(self)
+        # What is served, what was before, and what comes; all of them now, not in the middle of the first syncs.
+        self._payloads = [first, _Payload(self), _Payload(self)]
 
     @property
     def nbytes(self) -> int:
@@ -260,11 +262,7 @@ class Fold:
     def _spare(self) -> _Payload:
         """Memory that neither what is served nor what was before needs."""
         held = {id(self.current.payload), id(self.previous.payload)}
-        free = next((payload for payload in self._payloads if id(payload) not in held), None)
-        if free is None:
-            free = _Payload(self)
-            self._payloads.append(free)
-        return free
+        return next(payload for payload in self._payloads if id(payload) not in held)
 
     def _take_back(self) -> None:
         self._write(self.current.payload)
@@ -278,9 +276,13 @@ class Fold:
             return torch.stack([recipe.error(signs) for recipe in recipes]).max()
 
     def _signs(self) -> torch.Tensor:
-        """Others each time: what one draw could miss, the next one sees. See `Recipe.error`."""
-        generator = torch.Generator().manual_seed(self._folds)
-        return torch.randint(0, 2, (self._columns,), generator=generator).mul_(2).sub_(1).double().to(self.device)
+        """Others each time: what one draw could miss, the next one sees. See `Recipe.error`.
+
+        Drawn on the device: a copy from the host would wait for the fold that was launched before it.
+        """
+        generator = torch.Generator(self.device).manual_seed(self._folds)
+        bits = torch.randint(0, 2, (self._columns,), generator=generator, device=self.device)
+        return bits.mul_(2).sub_(1).double()
 
     def _tried_out(self, payload: _Payload) -> bool:
         """Compile the grouped launches, and see that an adapter of zeros leaves every product as it is; the weights

@@ -21,7 +21,7 @@ __all__ = ["Grouped"]
 
 logger = logging.getLogger("vllm.loraflow.worker")
 
-_TILE, _WARPS = (64, 128), 4
+_TILE, _WARPS = (64, 64), 4
 """Rows and columns of a weight that one program folds, and how many warps do."""
 _ROWS = 16
 """Rows of a weight that one program proves."""
@@ -72,6 +72,8 @@ def _fold(
     view_col = 1 if aligned else tl.load(entry + 8)
     left_col = 1 if aligned else tl.load(entry + 11)
     right_col = 1 if aligned else tl.load(entry + 13)
+    if aligned:  # what a mask is compared with decides how many bytes are read at once
+        cols, rank = tl.multiple_of(cols, unit), tl.multiple_of(rank, unit)
     row = tl.load(tile + 1).to(tl.int64) * height + tl.arange(0, height)
     col = tl.load(tile + 2).to(tl.int64) * width + tl.arange(0, width)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
@@ -131,6 +133,8 @@ def _error(
     view_row, base_row = _stride(entry, 7, unit, aligned), _stride(entry, 9, unit, aligned)
     left_row, left_col = tl.load(entry + 10), tl.load(entry + 11)
     view_col = 1 if aligned else tl.load(entry + 8)
+    if aligned:
+        cols = tl.multiple_of(cols, unit)
     row = tl.load(block + 1).to(tl.int64) * height + tl.arange(0, height)
     served = tl.zeros((height, width), dtype=exact)
     wanted = tl.zeros((height, width), dtype=exact)
@@ -270,7 +274,8 @@ def _entry(recipe: Recipe, offset: int) -> list[int]:
 
 
 def _is_aligned(recipe: Recipe) -> bool:
-    return all(
+    unit = _ALIGNED_BYTES // recipe.view.element_size()
+    return not any(side % unit for side in (recipe.view.shape[1], _right(recipe).shape[0])) and all(
         tensor.data_ptr() % _ALIGNED_BYTES == 0
         and tensor.stride(1) == 1
         and tensor.stride(0) * tensor.element_size() % _ALIGNED_BYTES == 0

@@ -76,7 +76,6 @@ class LoraflowEndpoints:
         add("GET", "/base", lambda service, _: service.base())
         add("POST", "/weights/layout", lambda service, body: service.weights_layout(body), body=True)
         add("POST", "/weights/sums", lambda service, body: service.weights_sums(body), body=True)
-        add("POST", "/wake", lambda service, _: service.wake())
         add("POST", "/pause", lambda service, _: service.pause())
         add("POST", "/resume", lambda service, _: service.resume())
         add("GET", "/metrics", _metrics)

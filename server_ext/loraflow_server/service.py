@@ -79,7 +79,7 @@ class Service:
             if self.cache is not None:
                 found.append("stores")
         if self.worker_extension:
-            found += ["base", "wake"]
+            found.append("base")
             if self.engine.plain_weights:
                 found += ["weights", "fold"] if self.engine.api_servers == 1 else ["weights"]
             if lora:
@@ -371,12 +371,6 @@ class Service:
         """See `BaseWeights.sums`: ``{"layout_id"}``."""
         self.need("weights", "the workers lack loraflow's extension, or the base weights are not plain")
         return await self.weights.sums(_text(body, "layout_id"))
-
-    async def wake(self) -> dict[str, Any]:
-        """Nothing, all the way to the workers and back: the call that follows finds everybody awake."""
-        self.need("wake", "the workers lack loraflow's extension (--worker-extension-cls)")
-        await self.engine.workers("loraflow_wake")
-        return {}
 
     async def pause(self) -> dict[str, Any]:
         """Let no step run until `resume`; requests keep their place."""

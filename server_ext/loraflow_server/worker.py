@@ -118,11 +118,6 @@ class LoraflowWorker(FoldWorker):
         return {"dropped": self.loraflow_installer().drop(lora_int_id)}
 
     @answers
-    def loraflow_wake(self) -> Mapping[str, Any]:
-        """Nothing; see `loraflow_server.service.Service.wake`."""
-        return {}
-
-    @answers
     def loraflow_state(self) -> Mapping[str, Any]:
         """What this worker holds."""
         lora = getattr(self.model_runner, "lora_manager", None)

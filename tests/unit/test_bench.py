@@ -289,6 +289,12 @@ def test_ways_take_turns_and_every_sample_is_kept():
     assert len(seen) == 4
 
 
+def test_the_first_syncs_of_a_turn_are_warm_ups():
+    kept = []
+    measure([FakeWay("a", [])], torch.nn.Linear(1, 1), rounds=2, block=2, warmups=3, pause=0.0, samples=kept)
+    assert [s.warmup for s in kept] == [True, True, True, False, False] * 2
+
+
 def test_a_way_that_fails_is_closed_told_and_left_out_while_the_others_go_on():
     log, kept = [], []
     failures = measure(
