@@ -141,3 +141,33 @@ def test_fold_from_a_copy_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.cuda.synchronize()
         assert torch.equal(model.weight, kept)
     assert torch.equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_one_launch_for_all_weights_does_what_one_for_each_does(dtype: torch.dtype) -> None:
+    from loraflow_server.fold_rules import Recipe
+    from loraflow_server.grouped import Grouped
+
+    torch.manual_seed(0)
+    recipes = []
+    for rows, cols, rank, turned in (
+        (512, 1536, 32, False),
+        (70, 200, 8, False),
+        (33, 50, 4, False),
+        (128, 64, 40, True),
+    ):
+        room = torch.randn(cols, rows).to("cuda", dtype).T if turned else torch.randn(rows, cols).to("cuda", dtype)
+        left, right = torch.randn(rows, rank).to("cuda", dtype), torch.randn(rank, cols).to("cuda", dtype)
+        recipes.append(Recipe(room, torch.randn(rows, cols).to("cuda", dtype), 0.37, left, right))
+    grouped = Grouped(recipes, 2)
+    grouped.write()
+    signs = torch.randint(0, 2, (1536,)).mul(2).sub(1).double().cuda()
+    eps = torch.finfo(dtype).eps
+    for recipe in recipes:
+        torch.testing.assert_close(recipe.view, recipe.exact().to(dtype), rtol=eps, atol=32 * eps)
+    for share in range(2):
+        plain = max(float(recipe.error(signs)) for recipe in recipes[share::2])
+        assert float(grouped.error(share, signs)) == pytest.approx(plain, rel=0.05)
+        assert plain < 1
+    recipes[1].view[3, 7] = float("nan")
+    assert not float(grouped.error(1, signs)) <= 1
