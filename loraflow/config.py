@@ -205,8 +205,8 @@ class SyncConfig(BaseModel):
         if self.min_sync_interval > self.max_sync_interval:
             raise ValueError("min_sync_interval is above max_sync_interval")
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low > high:
-            raise ValueError("vllm_importance_sampling_clip_min is above vllm_importance_sampling_clip_max")
+        if low is not None and high is not None and low >= high:
+            raise ValueError("vllm_importance_sampling_clip_min must be below vllm_importance_sampling_clip_max")
         return self
 
     @property

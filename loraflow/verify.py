@@ -26,7 +26,7 @@ from torch import nn
 from loraflow.adapter import AdapterSnapshot
 from loraflow.capture import SnapshotPlan, find_peft_model
 from loraflow.config import SyncConfig
-from loraflow.errors import VerifyError
+from loraflow.errors import CapabilityError, VerifyError
 from loraflow.ranks import Ranks
 from loraflow.records import Proof
 from loraflow.server import VLLMServer
@@ -42,6 +42,7 @@ _QUANTISED_BASE_FLOOR = 0.5
 _NOISE_MARGIN = 4.0  # a version may be off by so many times the noise that the fingerprint saw
 _EFFECT_MARGIN = 5.0  # the canary must move log-probs by so many times what a version may be off by
 _HEAD_POSITIONS = 8
+_SHORTEST = 4  # tokens of a probe that are sampled, at least
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,13 @@ class Prover:
             vocab = self._vocab_size()
             seedling = [(7919 * i + 11) % min(vocab, 1000) for i in range(4)]
             room = (server.info.max_model_len or 1 << 20) - len(seedling) - 1
+            if room < _SHORTEST:
+                raise CapabilityError(
+                    f"a server of max_model_len={server.info.max_model_len} has no room for a probe of "
+                    f"{len(seedling) + _SHORTEST} tokens",
+                    server=server.url,
+                    hint="start it with a larger --max-model-len",
+                )
             wanted = min(self.config.verify_tokens - len(seedling), room)
             banned = {str(token): -100 for token in self._placeholder_tokens()}
             more: dict[str, Any] = {"logit_bias": banned} if banned else {}

@@ -32,6 +32,10 @@ PREFIX = "/loraflow/v1"
 METRICS_TYPE = "text/plain; version=0.0.4"
 UPDATE_ROUTES = frozenset({"/start_weight_update", "/update_weights"})
 """vLLM's own routes that change the base weights."""
+CALL_ROUTE = "/collective_rpc"
+"""vLLM's route for any method of a worker, which may change them too."""
+SLEEP_ROUTE, KEPT = "/sleep", frozenset({"0", "1"})
+"""vLLM's route that frees memory, and the levels at which the weights come back as they were."""
 
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 """Escapes of characters that mean something in pairs only."""
@@ -184,6 +188,12 @@ async def _metrics(service: Service, _: Mapping[str, Any]) -> str:
     return service.metrics_text()
 
 
+def _updates_weights(scope: Scope) -> bool:
+    route = route_of(scope)
+    dropped = route == SLEEP_ROUTE and not KEPT.issuperset(Request(scope).query_params.getlist("level"))
+    return dropped or route in UPDATE_ROUTES
+
+
 class _WatchUpdates:
     """Notes every call that changes the base weights, and their checksums before the first one (rule 8)."""
 
@@ -193,11 +203,13 @@ class _WatchUpdates:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._plugin.service
-        watched = scope["type"] == "http" and scope["method"] == "POST" and route_of(scope) in UPDATE_ROUTES
-        if watched and service is not None:
+        if service is not None and scope["type"] == "http" and scope["method"] == "POST":
+            updates = _updates_weights(scope)
             try:
-                service.folds.need_idle()
-                await service.weights.before_update()
+                if updates:
+                    service.folds.need_idle()
+                if updates or route_of(scope) == CALL_ROUTE:
+                    await service.weights.before_update()
             except PluginError as error:
                 await _error(error)(scope, receive, send)
                 return

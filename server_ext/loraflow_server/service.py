@@ -275,6 +275,8 @@ class Service:
         item = self.engine.loaded().get(name)
         if item is None:
             raise PluginError("not_found", f"no adapter {name!r} is loaded", status=404)
+        if self.weights.touched:
+            await self.weights.compare()  # what may have changed them may have left them alone
         engines = await self.engine.workers("loraflow_checksum", item.int_id, name, item.path, layout_id)
         self.metrics.add("loraflow_verifies_total")
         return self._digest_answer(name, engines)

@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[Patch, str]] = {
     ),
     "bounds-crossed": (
         trl(vllm_importance_sampling_clip_min=4.0),
-        "vllm_importance_sampling_clip_min is above vllm_importance_sampling_clip_max",
+        "vllm_importance_sampling_clip_min must be below vllm_importance_sampling_clip_max",
     ),
     "server-no-url": (own(servers=["gpu-box:8000"]), "'gpu-box:8000' is not a URL"),
     "server-no-port": (own(servers=["http://gpu-box:99999"]), "'http://gpu-box:99999' is not a URL"),

@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -329,3 +330,39 @@ def test_a_root_path_is_no_way_around_the_watch(prefix: str) -> None:
     assert client.post(prefix + axolotl_routes.LOAD_ROUTE, content=padded, headers=JSON).status_code == 400
     assert seen == []
     assert client.post(prefix + axolotl_routes.LOAD_ROUTE, json={"lora_name": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("call", "watched"),
+    [
+        ("/sleep?level=2", True),
+        ("/sleep?level=1&level=2", True),
+        ("/sleep?level=1", False),
+        ("/sleep", False),
+        ("/collective_rpc", True),
+        ("/update_weights", True),
+        ("/wake_up", False),
+    ],
+)
+def test_whatever_may_change_the_base_is_noted_before_it_does(call: str, *, watched: bool) -> None:
+    app, seen = FastAPI(), list[str]()
+    plugin = LoraflowEndpoints()
+    plugin.settings = Settings()
+
+    async def before_update() -> None:
+        seen.append("noted")
+
+    plugin.attach_router(app)
+    service = SimpleNamespace(
+        folds=SimpleNamespace(need_idle=lambda: None), weights=SimpleNamespace(before_update=before_update)
+    )
+    plugin.service = service  # type: ignore[assignment]
+
+    async def reached() -> dict[str, str]:
+        seen.append("reached")
+        return {}
+
+    for path in ("/sleep", "/collective_rpc", "/update_weights", "/wake_up"):
+        app.add_api_route(path, reached, methods=["POST"])
+    assert TestClient(app, base_url="http://127.0.0.1").post(call).status_code == 200
+    assert seen == (["noted"] if watched else []) + ["reached"]

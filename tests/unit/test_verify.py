@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from loraflow.config import SyncConfig
+from loraflow.errors import CapabilityError
 from loraflow.ranks import Ranks
+from loraflow.server import VLLMServer
+from loraflow.server_info import ServerInfo
 from loraflow.verify import Prover
 from tests.helpers.tiny import PROMPT, peft_model
 
@@ -41,3 +45,11 @@ def test_a_proofs_forward_does_not_repack_quantised_weights(tiny_model: Path) ->
     assert torch.equal(first.logprobs, second.logprobs)  # no dropout: it is the forward of evaluation
     assert not any(layer.packed for layer in quantised)
     assert all(module.training for module in model.modules())
+
+
+def test_a_server_without_room_for_a_probe_is_told_what_to_do(tiny_model: Path) -> None:
+    server = VLLMServer("http://127.0.0.1:9")
+    server._info = ServerInfo(server.url, "0.32.0", "base", "/m", max_model_len=6)
+    prover = Prover(peft_model(tiny_model), SyncConfig(adapter_root="unused"), Ranks(1, 1))
+    with pytest.raises(CapabilityError, match=r"max_model_len=6 has no room.*larger --max-model-len"):
+        prover.choose_probe(server)
