@@ -91,6 +91,7 @@ class BroadcastTransport:
         self._config = config
         self._source: MergeSource | None = None
         self._states: dict[str, _State] = {}
+        self._digest: tuple[list[WeightLayout], WeightDigest] | None = None
         self._places: dict[str, int] = {}  # each server's, from the first port on; kept when it is connected anew
 
     # ---------------------------------------------------------------- the protocol
@@ -226,6 +227,7 @@ class BroadcastTransport:
             for state in self._states.values():
                 state.link.close_group()
             self._states.clear()
+            self._digest = None
         self._raise_first(errors)
 
     def prove_untouched(self, servers: Sequence[VLLMServer], *, everything: bool = False) -> None:
@@ -273,7 +275,7 @@ class BroadcastTransport:
         else:
             stream = source.merged(served.snapshot, wanted, rounded=False)
         layouts = {link.server.url: layout for link in links if (layout := self._states[link.server.url].layout)}
-        digest = WeightDigest(layouts.values(), self._device) if layouts else None
+        digest = self._digest_for(list(layouts.values()))
         errors = _each(links, lambda link: link.begin(served.version, tensors))
         live = [link for link in links if link.server.url not in errors]
         try:
@@ -345,6 +347,15 @@ class BroadcastTransport:
     def _device(self) -> torch.device:
         """Where buckets lie."""
         return torch.device("cpu") if self.name == "gloo" else next(self._model.parameters()).device
+
+    def _digest_for(self, layouts: list[WeightLayout]) -> WeightDigest | None:
+        """The digest of one update: the last one's, where the same servers are updated."""
+        if not layouts:
+            return None
+        if self._digest is None or list(map(id, self._digest[0])) != list(map(id, layouts)):
+            self._digest = layouts, WeightDigest(layouts, self._device)
+        self._digest[1].restart()
+        return self._digest[1]
 
     def _agree(self, server: VLLMServer) -> WeightLayout | None:
         """Where the server serves what an update touches; None where it cannot say, and log-probs must prove it."""

@@ -74,7 +74,7 @@ def _ranks(answer: Iterable[Mapping[str, Any]]) -> tuple[tuple[Piece, ...], ...]
 
 
 class WeightDigest:
-    """Checksums what travels in one update, for all servers at once; a fresh one for each update.
+    """Checksums what travels in one update, for all servers at once; `restart` makes it ready for the next one.
 
     Args:
         layouts: Those of the servers that are updated.
@@ -94,6 +94,11 @@ class WeightDigest:
                     sizes.append(rect.size * dtype.itemsize)
         self._stream = StreamSums(sizes, device)
         self._sums: list[int] | None = None
+
+    def restart(self) -> None:
+        """Forget the last update."""
+        self._stream.restart()
+        self._sums = None
 
     def see(self, name: str, tensor: Tensor) -> None:
         """Take in a tensor as it travels; queued on a GPU."""

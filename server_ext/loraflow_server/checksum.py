@@ -139,6 +139,8 @@ class Checksummer:
 class StreamSums:
     """The `byte_checksum` of each of many tensors that come one by one, in any order, with one wait for all.
 
+    Serves again after `restart`, for tensors of the same sizes.
+
     Args:
         sizes: Bytes of each tensor.
         device: Where they are.
@@ -155,6 +157,10 @@ class StreamSums:
         self._owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows, dtype=torch.int64)).to(where)
         self._sums = torch.zeros(sum(rows), dtype=torch.int64, device=where)
         self._rest = torch.zeros(BLOCK * _WORD_BYTES, dtype=torch.uint8, device=where)
+
+    def restart(self) -> None:
+        """Forget what was taken in."""
+        self._sums.zero_()
 
     def take(self, index: int, tensor: torch.Tensor, rows_at_once: int = 1 << 12) -> None:
         """Take in the tensor of number ``index``, in bounded scratch memory; two launches for every 16 MB."""

@@ -57,6 +57,8 @@ class ServedWeights:
             place = (piece.view.shape, piece.view.stride(), offset)
             self._places.append(_Place(piece.rect, piece.parameter, whole.shape, whole.stride(), *place))
         self.dtypes = [str(piece.view.dtype).removeprefix("torch.") for piece in found]
+        device = found[0].view.device if found else torch.device("cpu")
+        self._stream = StreamSums([piece.view.numel() * piece.view.element_size() for piece in found], device)
 
     @property
     def rects(self) -> list[Rect]:
@@ -67,8 +69,7 @@ class ServedWeights:
         """Checksum of each piece as served now, row by row in its own dtype."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         views = [place.of(parameters) for place in self._places]
-        device = views[0].device if views else torch.device("cpu")
-        stream = StreamSums([view.numel() * view.element_size() for view in views], device)
+        self._stream.restart()
         for index, view in enumerate(views):
-            stream.take(index, view)
-        return stream.finish()
+            self._stream.take(index, view)
+        return self._stream.finish()

@@ -104,6 +104,21 @@ def test_a_weight_that_did_not_travel_is_no_proof() -> None:
     assert len(digest.wrong(site.layout, [sums])) == 10
 
 
+def test_the_next_update_starts_from_nothing() -> None:
+    site = Site(torch.float32)
+    assert site.wrong() == []
+    site.digest.restart()
+    assert len(site.wrong()) == 10, "nothing travelled since"
+    site.digest.restart()
+    tensor = torch.randn(SHAPES["o"])
+    site.digest.see("o", tensor)
+    for rank in site.ranks:
+        rank.load_weights([("o", tensor)])
+    left = site.wrong()
+    assert left
+    assert not any(found.startswith("o ") for found in left), "what travelled is proven"
+
+
 def test_parameters_of_another_shape_are_refused() -> None:
     site = Site(torch.float32)
     site.ranks[0].o = nn.Parameter(torch.zeros(5, 7), requires_grad=False)
