@@ -11,7 +11,7 @@ import logging
 import time
 from typing import Any
 
-__all__ = ["fold", "fresh_caches", "install"]
+__all__ = ["asleep", "fold", "fresh_caches", "install"]
 
 logger = logging.getLogger("vllm.loraflow")
 
@@ -22,6 +22,7 @@ def install() -> None:
 
     EngineCore.loraflow_fold = fold
     EngineCore.loraflow_fresh_caches = fresh_caches
+    EngineCore.loraflow_asleep = asleep
 
 
 def fold(
@@ -69,6 +70,12 @@ def fold(
         undo_error = next((rank["error"]["message"] for rank in undone if "error" in rank), None)
         lap("undo")
     return {"ranks": ranks, "cache_error": cache_error, "undo_error": undo_error, "phases_ms": phases}
+
+
+def asleep(self: Any) -> bool:
+    """Whether the weights are not in memory now (vLLM's own ``is_sleeping`` takes a pause, or a cache that sleeps, for
+    sleep too)."""
+    return "weights" in getattr(self.model_executor, "sleeping_tags", ())
 
 
 def fresh_caches(self: Any) -> str | None:

@@ -148,6 +148,10 @@ class Engine:
 
     # ---------------------------------------------------------------- weights
 
+    async def asleep(self) -> bool:
+        """Whether an engine sleeps: reading weights that are not in memory would kill it."""
+        return any(await self.utility("loraflow_asleep"))
+
     async def fresh_caches(self) -> None:
         """Forget what was computed with the old weights, on every engine; requests in flight are computed again.
 

@@ -8,8 +8,8 @@ them. Compiled and tried out when a fold is laid out; where that fails `torch` d
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import triton
@@ -18,8 +18,6 @@ import triton.language as tl
 from loraflow_server.fold_rules import Recipe, tolerance_of
 
 __all__ = ["Grouped"]
-
-logger = logging.getLogger("vllm.loraflow.worker")
 
 _TILE, _WARPS = (64, 64), 4
 """Rows and columns of a weight that one program folds, and how many warps do."""
@@ -172,7 +170,7 @@ class Grouped:
         self._dtype, self._device, self._shares = first.dtype, first.device, shares
         self._exact = torch.float64 if first.dtype == torch.float32 else torch.float32
         ranks = [_right(recipe).shape[0] for recipe in recipes]
-        offsets = [sum(ranks[:i]) for i in range(len(ranks))]
+        offsets = [0, *accumulate(ranks)][:-1]
         entries = [_entry(recipe, offset) for recipe, offset in zip(recipes, offsets, strict=True)]
         self._table = torch.tensor(entries, dtype=torch.int64).to(self._device)
         self._scalings = torch.tensor([recipe.scaling for recipe in recipes], dtype=torch.float64).to(self._device)

@@ -46,12 +46,18 @@ class BaseWeights:
         }
 
     async def _served(self) -> list[list[dict[str, int]]]:
+        if await self._engine.asleep():
+            raise PluginError("asleep", "the server sleeps: wake it up before its weights are compared", status=409)
         engines = await self._engine.workers("loraflow_base")
         return [[rank["tensors"] for rank in ranks] for ranks in engines]
 
     async def before_update(self) -> None:
-        """Note the pristine checksums, once, and that the weights are about to change."""
-        if self._pristine is None and self._engine.has_extension and not self.touched:
+        """Note the pristine checksums, once, and that the weights are about to change.
+
+        Of a server that sleeps nothing is known then: its base counts as unproven until it is restarted.
+        """
+        unknown = self._pristine is None and self._engine.has_extension and not self.touched
+        if unknown and not await self._engine.asleep():
             self._pristine = await self._served()
         self.touched = True
 

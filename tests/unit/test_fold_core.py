@@ -54,6 +54,7 @@ class Core:
 
     loraflow_fold = core.fold
     loraflow_fresh_caches = core.fresh_caches
+    loraflow_asleep = core.asleep
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from loraflow_server import core
 from loraflow_server.errors import PluginError
 from loraflow_server.fold import Fold, FoldModule
 from loraflow_server.fold_rules import Recipe
@@ -64,9 +65,14 @@ class Engines:
 
     def __init__(self) -> None:
         self.sums = [7, 7]
+        self.sleeps = False
+
+    async def asleep(self) -> bool:
+        return self.sleeps
 
     async def workers(self, method: str, *args: Any) -> list[list[dict[str, Any]]]:
         assert method == "loraflow_base"
+        assert not self.sleeps, "weights that are not in memory were read"
         return [[{"tensors": {"w": value}}] for value in self.sums]
 
 
@@ -91,6 +97,28 @@ def test_an_updated_base_takes_no_adapter_until_it_is_pristine_again() -> None:
         await weights.need_pristine()
 
     asyncio.run(story())
+
+
+def test_the_weights_of_a_server_that_sleeps_are_not_read_and_count_as_unproven() -> None:
+    engines: Any = Engines()
+    weights = BaseWeights(engines)
+
+    async def story() -> None:
+        engines.sleeps = True
+        await weights.before_update()
+        assert weights.touched
+        with pytest.raises(PluginError, match="wake it up"):
+            await weights.need_pristine()
+        engines.sleeps = False
+        with pytest.raises(PluginError, match="not proven pristine"):  # nobody knows what it was before
+            await weights.need_pristine()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(("tags", "sleeps"), [((), False), (("kv_cache",), False), (("weights", "kv_cache"), True)])
+def test_a_server_whose_weights_are_back_is_awake(tags: tuple[str, ...], *, sleeps: bool) -> None:
+    assert core.asleep(SimpleNamespace(model_executor=SimpleNamespace(sleeping_tags=set(tags)))) is sleeps
 
 
 def test_without_the_extension_an_updated_base_is_never_pristine() -> None:
