@@ -17,48 +17,26 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
+from h200_sections import SECTIONS, OutOfTime
 
-from loraflow.bench.presets import draw_policy, preset_of
+from loraflow.bench.presets import preset_of
 from loraflow.bench.report import Report, environment, show
-from loraflow.bench.scenarios import Failure, LoraflowWay, Sample
-from loraflow.bench.serving import Serving, break_evens, ratios
+from loraflow.bench.scenarios import Failure, LoraflowWay
 from loraflow.bench.session import Session, Settings
-from loraflow.bench.stock import StockAdapter
-from loraflow.errors import LoraflowError
-from loraflow.server import VLLMServer
 
 BEGAN = time.perf_counter()
-SECONDS = {
-    "direct": 300,
-    "stock": 240,
-    "same": 240,
-    "generation": 540,
-    "fold": 300,
-    "fold7b": 540,
-    "nccl": 300,
-    "tp2": 540,
-    "faults": 400,
-    "grpo": 400,
-}
 
 
 def say(text: str) -> None:
     print(f"[{time.perf_counter() - BEGAN:6.1f} s] {text}", flush=True)
-
-
-class OutOfTime(BaseException):
-    """Not an `Exception`: nothing on the way may take it for the failure of one sync."""
 
 
 @contextmanager
@@ -75,235 +53,6 @@ def limited(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-# ---------------------------------------------------------------- sections: each gives a report
-
-
-def direct(session: Session) -> Report:
-    """LoRA slots: direct and filesystem against the stock ways."""
-    url = session.server("lora")
-    ways = ["direct", "direct-overlap", "upload", "filesystem", "filesystem-stock", "stock-adapter"]
-    samples, failures = session.measure(ways, url)
-    return session.report("direct", url, samples, failures=tuple(failures))
-
-
-def stock(session: Session) -> Report:
-    """A server without anything of loraflow's: filesystem against the stock ways, the one in place among them."""
-    url = session.server("stock")
-    samples, failures = session.measure(["filesystem", "stock-adapter", "stock-inplace"], url)
-    return session.report("stock", url, samples, failures=tuple(failures))
-
-
-def fold(session: Session) -> Report:
-    """Base weights: fold and the merged broadcast against the stock broadcast, on a server without slots."""
-    url, backend = session.server("plain"), session.settings.backend
-    ways = ["fold", backend] + ([f"stock-merged-{backend}"] if backend != "gloo" else [])
-    skipped = {"stock-merged": "vLLM has no weight transfer of its own on a CPU"} if backend == "gloo" else {}
-    server = VLLMServer(url)
-    before = probe(server, server.info.model)
-    samples, failures = session.measure(ways, url)
-    after = probe(server, server.info.model)
-    checks = {"base restored, log-probs bit-identical": before == after, "largest |Δlogp|": gap(before, after)}
-    return session.report("fold", url, samples, failures=tuple(failures), skipped=skipped, checks=checks)
-
-
-def probe(server: VLLMServer, model: str) -> list[float]:
-    """Log-probs of a fixed sequence, never from the prefix cache."""
-    tokens = [(7919 * i + 11) % 300 + 3 for i in range(64)]
-    return server.prompt_logprobs(tokens, model=model, cache_salt=f"{time.time_ns()}")
-
-
-def gap(one: list[float], other: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
-
-
-def greedy(server: VLLMServer, model: str) -> list[Any]:
-    """Completions of fixed prompts, one at a time: how requests fall into batches moves bf16 log-probs."""
-    prompts = [[(31 * i + 17 * k) % 300 + 3 for i in range(16)] for k in range(8)]
-    fixed: dict[str, Any] = {"model": model, "max_tokens": 32, "temperature": 0.0, "ignore_eos": True}
-    return [server.generate([prompt], cache_salt=f"{time.time_ns()}", **fixed)[0] for prompt in prompts]
-
-
-def same(session: Session, tensor_parallel: int = 1) -> Report:
-    """Tokens and log-probs of each carrier against the stock load of the same weights."""
-    url = session.server("lora", tensor_parallel=tensor_parallel)
-    server = VLLMServer(url)
-    found: dict[str, tuple[list[Any], list[float]]] = {}
-    again = "stock-adapter, loaded again"  # what the same load differs from itself by
-    for name in ("direct", "filesystem", "stock-adapter", again):
-        way = session.way(name.partition(",")[0], url)
-        way.open()
-        try:
-            draw_policy(session.model, 4711)
-            way.sync(1)
-            model = way.served if isinstance(way, StockAdapter) else way.started.policy_name  # type: ignore[attr-defined]
-            found[name] = greedy(server, model), probe(server, model)
-        finally:
-            way.close()
-    wanted, logprobs = found.pop("stock-adapter")
-    checks: dict[str, Any] = {}
-    for name, (answers, served) in found.items():
-        checks[f"{name}: same greedy tokens"] = [a.token_ids for a in answers] == [a.token_ids for a in wanted]
-        pairs = zip(answers, wanted, strict=True)
-        checks[f"{name}: largest |Δlogp| of generated tokens"] = max(
-            gap(list(a.logprobs), list(b.logprobs)) for a, b in pairs
-        )
-        checks[f"{name}: largest |Δlogp| of a prompt"] = gap(served, logprobs)
-    checks["adapter against base, largest |Δlogp|"] = gap(logprobs, probe(server, server.info.model))
-    return session.report("same", url, [], checks=checks)
-
-
-def generation(session: Session, options: argparse.Namespace) -> Report:
-    """Tokens per second of every way of serving, with a sync each second and without."""
-    serving = Serving(session, options.window, options.streams, options.tokens)
-    try:
-        for _ in range(options.generation_rounds):
-            serving.slots()
-            serving.merged()
-    except OutOfTime as error:  # what was measured counts
-        serving.failures.append(Failure.of("generation", error))
-    report = session.report(
-        "generation",
-        None,
-        serving.samples,
-        generation=tuple(serving.rates),
-        failures=tuple(serving.failures),
-        checks=ratios(serving.rates),
-    )
-    return replace(report, break_even=break_evens(report.summary, report.generation))
-
-
-def nccl(session: Session, syncs: int) -> Report:
-    """The merged broadcast: no-op, perturb, restore; the trainer's weights after many syncs."""
-    url = session.server("plain")
-    server = VLLMServer(url)
-    way = session.way(session.settings.backend, url)
-    assert isinstance(way, LoraflowWay)
-    base_weights = [p for n, p in session.model.named_parameters() if ".lora_" not in n]
-    marks = [checksum(p) for p in base_weights]
-    before, tokens_before = probe(server, server.info.model), greedy(server, server.info.model)
-    draw_policy(session.model, 1, std=0.0)
-    samples: list[Sample] = []
-    way.open()
-    try:
-        no_op = probe(server, server.info.model)
-        for step in range(1, syncs + 1):
-            draw_policy(session.model, step)
-            samples.append(Sample(way.name, 0, step == 1, way.sync(step)))
-        perturbed = probe(server, server.info.model)
-    finally:
-        way.close()
-    after, tokens_after = probe(server, server.info.model), greedy(server, server.info.model)
-    checks = {
-        "no-op, largest |Δlogp|": gap(before, no_op),
-        "perturbed, largest |Δlogp|": gap(before, perturbed),
-        "restored, largest |Δlogp|": gap(before, after),
-        "restored, same greedy tokens": [a.token_ids for a in tokens_before] == [a.token_ids for a in tokens_after],
-        "syncs": len(samples),
-        "trainer's base weights bit-identical": marks == [checksum(p) for p in base_weights],
-    }
-    draw_policy(session.model, 0)
-    return session.report("nccl", url, samples, checks=checks)
-
-
-@torch.no_grad()
-def checksum(tensor: torch.Tensor) -> int:
-    """Sum of the raw 16- or 32-bit words, weighted by their place."""
-    words = tensor.detach().reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32).long()
-    return int((words * (torch.arange(words.numel(), device=words.device) % 65_521 + 1)).sum())
-
-
-def tp2(session: Session) -> Report:
-    """TP=2: direct and filesystem into slots, fold into a plain server; tokens against the stock load."""
-    url = session.server("lora", tensor_parallel=2)
-    samples, failures = session.measure(["direct", "filesystem", "stock-adapter"], url)
-    checks = dict(same(session, 2).checks)
-    session.stop_servers()
-    plain = session.server("plain", tensor_parallel=2)
-    # No broadcast: NCCL takes one rank per GPU, and a trainer beside two workers would need a third.
-    more, more_failures = session.measure(["fold"], plain)
-    return session.report("tp2", plain, [*samples, *more], failures=(*failures, *more_failures), checks=checks)
-
-
-def faults(session: Session) -> Report:
-    """The trainer killed in a broadcast, then the server: how long until it is noticed, and whether it goes on."""
-    url, settings = session.server("plain"), session.settings
-    carrier = settings.backend
-    checks: dict[str, Any] = {}
-    command = [
-        sys.executable, __file__, "--child-trainer", url, "--device", str(settings.device), "--preset",
-        settings.preset.name, "--work", str(settings.work), "--server-gpu", ",".join(map(str, settings.server_gpus)),
-    ]  # fmt: skip
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
-    assert child.stdout is not None
-    for line in child.stdout:
-        say(f"child: {line.rstrip()}")
-        if line.startswith("syncing"):
-            break
-    time.sleep(1.3)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    say("killed the trainer")
-    began = time.perf_counter()
-    way = LoraflowWay(
-        carrier, session.model, url, carrier, session.root, options={"collective_timeout": 60.0, "base_atol": 0.2}
-    )
-    try:
-        way.open()
-        checks["trainer killed: a new run was proven after s"] = time.perf_counter() - began
-        draw_policy(session.model, 5)
-        checks["its next sync was proven"] = way.sync(5).proven
-    except LoraflowError as error:
-        checks["trainer killed: a new run failed after s"] = time.perf_counter() - began
-        checks["trainer killed: error"] = str(error)[:1500]
-        with suppress(LoraflowError):
-            way.close()
-        session.stop_servers()
-        url = session.server("plain")
-        way = replace(way, url=url, manager=None)
-        way.open()
-    process = session.process("plain")
-    draw_policy(session.model, 6)
-    half = way.sync(6).total_ms / 2e3  # in the middle of a sync the weights travel
-    killer = threading.Timer(half, lambda: os.killpg(process.pid, signal.SIGKILL))
-    began = time.perf_counter()
-    killer.start()
-    step = 7
-    try:
-        while time.perf_counter() - began < 120:
-            way.sync(step)
-            step += 1
-        checks["server killed: error"] = "none within 120 s"
-    except LoraflowError as error:
-        checks["server killed: noticed after s"] = time.perf_counter() - began
-        checks["server killed: error"] = str(error)[:1500]
-    began = time.perf_counter()
-    with suppress(LoraflowError):
-        way.close()
-    checks["server killed: closed after s"] = time.perf_counter() - began
-    return session.report("faults", None, [], checks=checks)
-
-
-def grpo_steps(session: Session, options: argparse.Namespace) -> Report:
-    """A real GRPO run under TRL, its own merged sync beside loraflow's."""
-    from grpo_steps import WAYS, grpo
-
-    cpu = session.settings.device.type == "cpu"
-    session.release_model()  # TRL loads its own
-    checks: dict[str, Any] = {}
-    failures = []
-    for way, kind in WAYS.items():
-        if cpu and way == "stock-merged":
-            continue  # over NCCL
-        try:
-            checks[way] = grpo(session, way, session.server(kind), options.grpo_steps, *options.grpo_batch)
-            found = checks[way]
-            say(f"{way}: {found['s per step, p50']:.3f} s per step, {found['ms per sync, p50']:.1f} ms a sync")
-        except Exception as error:  # noqa: BLE001 - told in the report; the next way runs
-            failures.append(Failure.of(f"grpo, {way}", error, session.log_tails()))
-            say(f"{way} FAILED: {failures[-1].traceback[-1500:]}")
-    return session.report("grpo", None, [], checks=checks, failures=tuple(failures))
 
 
 def child_trainer(options: argparse.Namespace) -> None:
@@ -342,22 +91,6 @@ def settings_of(options: argparse.Namespace, preset: str) -> Settings:
     )
 
 
-def run_section(name: str, session: Session, options: argparse.Namespace) -> Report:
-    work: dict[str, Callable[[], Report]] = {
-        "direct": lambda: direct(session),
-        "stock": lambda: stock(session),
-        "same": lambda: same(session),
-        "generation": lambda: generation(session, options),
-        "fold": lambda: fold(session),
-        "fold7b": lambda: fold(session),
-        "nccl": lambda: nccl(session, options.syncs),
-        "tp2": lambda: tp2(session),
-        "faults": lambda: faults(session),
-        "grpo": lambda: grpo_steps(session, options),
-    }
-    return work[name]()
-
-
 def tell(report: Report) -> None:
     try:
         from loraflow.commands.output import Output
@@ -387,7 +120,8 @@ def write(path: Path, reports: list[Report], failures: list[Failure], options: a
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("outputs/h200"))
-    parser.add_argument("--sections", default="direct,same,fold", help=", ".join(SECONDS))
+    parser.add_argument("--sections", default="direct,same,fold", help=", ".join(SECTIONS))
+    parser.add_argument("--ways", type=lambda s: s.split(","), help="of sections direct and fold; all where not given")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu", help="the trainer's")
     parser.add_argument("--server-gpu", default="0", help="the servers' GPU")
     parser.add_argument("--preset", default="1.5b")
@@ -457,10 +191,11 @@ def main() -> None:
             if name in {"tp2", "faults"}:
                 session.stop_servers()
             try:
-                patience = SECONDS[name] * (1 if session.settings.device.type == "cuda" else 3)
+                measured, seconds = SECTIONS[name]
+                patience = seconds * (1 if session.settings.device.type == "cuda" else 3)
                 with limited(max(1.0, min(patience, ends - time.perf_counter() - 20))):
                     session.model  # noqa: B018 - made before anything is timed
-                    reports.append(run_section(name, session, options))
+                    reports.append(measured(session, options))
                 tell(reports[-1])
             except (Exception, OutOfTime) as error:  # noqa: BLE001 - told in the report; the next section runs
                 if session.partial:

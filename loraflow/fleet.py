@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -104,6 +105,26 @@ class Fleet:
         self._old.adopt(found, self.servers)
 
     # ---------------------------------------------------------------- one version for all
+
+    @contextmanager
+    def announced(self, policy: Policy, prover: Prover) -> Iterator[None]:
+        """Inside, the content of ``policy`` is gathered, and the servers are called for it already where the carrier
+        can; `move` follows. An error inside takes the calls back."""
+        called = False
+        with self._moving:
+            self.settle()
+            if not self.aside and self.servers:
+                try:
+                    called = self.transport.announce(policy, self.servers)
+                except LoraflowError as error:
+                    _log.info("%s is not announced: %s", policy, error)  # what is wrong, `move` meets and tells
+        try:
+            yield
+        except BaseException:
+            if called:
+                with self._moving:
+                    self._roll_back(policy, self.servers, prover)
+            raise
 
     def move(
         self,

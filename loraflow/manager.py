@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from loraflow.adapter import AdapterSpec, take_snapshot
+from loraflow.adapter import AdapterSnapshot, AdapterSpec, take_snapshot
 from loraflow.behind import Behind
 from loraflow.canary import find_canary
 from loraflow.capture import SnapshotPlan
@@ -388,33 +388,48 @@ class SyncManager:
         forward_ms = (time.perf_counter() - began) * 1e3
         policy = self._new_policy()
         self._attempted = policy.version
-        dtype = self._known().dtype
-        # Apart, so that a rank without room is not missed in the middle of the others' gathers.
-        plan, room = self.ranks.together(lambda: (found := SnapshotPlan.of(self.model), found.buffer(dtype)))
-        snapshot = self.ranks.together(
-            lambda: take_snapshot(self.model, dtype=dtype, step=step, spec=self._spec, out=room, plan=plan)
-        )
-        captured_ms = (time.perf_counter() - began) * 1e3
+        try:
+            if self._known().plan.transport == "merged" and not behind:
+                self.ranks.together(self._gate.close)  # where one rank refuses, the others open theirs again
+            snapshot = self._snapshot(policy, step, announced=self.ranks.world_size == 1 and not behind)
+            captured_ms = (time.perf_counter() - began) * 1e3
 
-        def move() -> Outcome:
-            assert self._fleet is not None and self._prover is not None  # noqa: S101, PT018 - rank 0, started
-            record, error = self._fleet.move(policy, snapshot, expected, self._prover, in_use=self._gate.in_use())
-            total = (time.perf_counter() - began) * 1e3
-            phases = {"forward": forward_ms, "snapshot": captured_ms - forward_ms, **record.phases_ms}
-            stall = captured_ms if behind else total
-            return replace(record, phases_ms=phases, total_ms=total, stall_ms=stall), error
+            def move() -> Outcome:
+                assert self._fleet is not None and self._prover is not None  # noqa: S101, PT018 - rank 0, started
+                record, error = self._fleet.move(policy, snapshot, expected, self._prover, in_use=self._gate.in_use())
+                total = (time.perf_counter() - began) * 1e3
+                phases = {"forward": forward_ms, "snapshot": captured_ms - forward_ms, **record.phases_ms}
+                stall = captured_ms if behind else total
+                return replace(record, phases_ms=phases, total_ms=total, stall_ms=stall), error
 
-        if behind:
+            if not behind:
+                return self._conclude(*self.ranks.on_main(move))
             self._last_step = step
             if self.ranks.is_main:
                 self._behind.begin(move)
             return None
-        try:
-            if self._known().plan.transport == "merged":
-                self.ranks.together(self._gate.close)  # where one rank refuses, the others open theirs again
-            return self._conclude(*self.ranks.on_main(move))
         finally:
-            self._gate.open()
+            if not behind:
+                self._gate.open()
+
+    def _snapshot(self, policy: Policy, step: int, *, announced: bool) -> AdapterSnapshot:
+        """The adapter as it is now; ``announced``: the servers are called for it before (with one rank: several come
+        here at different times, and an engine waits for an announced version)."""
+        dtype = self._known().dtype
+
+        def prepare() -> tuple[SnapshotPlan, Tensor]:
+            plan = SnapshotPlan.of(self.model)
+            return plan, plan.buffer(dtype)
+
+        def take(plan: SnapshotPlan, room: Tensor) -> AdapterSnapshot:
+            return take_snapshot(self.model, dtype=dtype, step=step, spec=self._spec, out=room, plan=plan)
+
+        if announced and self._fleet is not None and self._prover is not None:
+            with self._fleet.announced(policy, self._prover):
+                return take(*prepare())
+        # Apart, so that a rank without room is not missed in the middle of the others' gathers.
+        prepared = self.ranks.together(prepare)
+        return self.ranks.together(lambda: take(*prepared))
 
     def _conclude(self, record: SyncRecord, error: Exception | None) -> SyncRecord:
         """Take an outcome in, on every rank: switch the policy, or decide what a failure means (rule 11)."""

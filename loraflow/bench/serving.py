@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 from loraflow.bench.generation import BreakEven, Rate, break_even, generation_rate
@@ -15,9 +16,9 @@ from loraflow.bench.session import Session
 from loraflow.errors import LoraflowError
 from loraflow.server import VLLMServer
 
-__all__ = ["BASE", "FOLDED", "SLOT", "UNTOUCHED", "Serving", "break_evens", "mean_rate", "ratios"]
+__all__ = ["BASE", "FOLDED", "SLOT", "TWO_SLOTS", "UNTOUCHED", "Serving", "break_evens", "mean_rate", "ratios"]
 
-BASE, SLOT = "base, LoRA server", "slot"
+BASE, SLOT, TWO_SLOTS = "base, LoRA server", "slot", "two versions at once, no syncs"
 UNTOUCHED, FOLDED = "untouched, plain server", "folded"
 SYNCING = "a sync each second"
 
@@ -25,6 +26,9 @@ SYNCING = "a sync each second"
 @dataclass
 class Serving:
     """Measures on the servers of a session, and keeps what it saw.
+
+    Requests that run while a sync happens end on the version that they began with: for a while batches hold two. What
+    vLLM needs for that alone is measured too, with half of the requests on each of two versions, and no sync.
 
     Attributes:
         session: The run.
@@ -72,6 +76,9 @@ class Serving:
             for streams in self.streams:
                 self._rate(url, after, target, streams)
             syncs = self._syncs(way)
+            if carrier == "direct":
+                versions = cycle([record.policy for record in manager.records[-2:]])
+                self._rate(url, TWO_SLOTS, lambda: (next(versions), {}), self.streams[0])
             self._rate(url, f"{after}, {SYNCING}", target, self.streams[0], every=1.0, sync=syncs)
             self._rate(url, after, target, self.streams[0])
         finally:
@@ -120,6 +127,8 @@ def ratios(rates: Sequence[Rate]) -> dict[str, float]:
     """What the report compares: with syncs against without, folded against slot, and each against what came before."""
     pairs = (
         (f"{SLOT}, {SYNCING}", SLOT),
+        (TWO_SLOTS, SLOT),
+        (f"{SLOT}, {SYNCING}", TWO_SLOTS),
         (f"{FOLDED}, {SYNCING}", FOLDED),
         (FOLDED, SLOT),
         (FOLDED, UNTOUCHED),

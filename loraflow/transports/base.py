@@ -3,6 +3,7 @@
 The life of a version, as `SyncManager` drives it (rank 0 alone, except for the snapshot, which every rank enters):
 
 1. the manager takes an `AdapterSnapshot` of the trainer's adapter: the tensors that can have changed, and only those;
+   a carrier may call the servers beforehand (``announce``), so that they wait for the content, not it for them;
 2. ``deliver`` brings it to every server, where it can be asked for but where nothing asks for it yet;
 3. the manager proves it on every server (`loraflow.verify`);
 4. it commits, by switching the name that requests use, or calls ``withdraw`` everywhere;
@@ -81,6 +82,14 @@ class Transport(Protocol):
 
     def open(self, servers: Sequence[VLLMServer]) -> None:
         """Agree with the servers on what is constant for the run; raises `CapabilityError` where one cannot."""
+        ...
+
+    def announce(self, policy: Policy, servers: Sequence[VLLMServer]) -> bool:
+        """Call the servers before the content of ``policy`` is there; ``deliver`` or ``withdraw`` follows at once.
+
+        Returns:
+            Whether they were called. What concerns all raises, as from ``deliver``.
+        """
         ...
 
     def deliver(self, policy: Policy, snapshot: AdapterSnapshot, servers: Sequence[VLLMServer]) -> Delivery:

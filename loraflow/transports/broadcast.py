@@ -126,6 +126,10 @@ class BroadcastTransport:
             for state in self._states.values():
                 state.baseline = state.link.checksums()
 
+    def announce(self, policy: Policy, servers: Sequence[VLLMServer]) -> bool:  # noqa: ARG002 - the protocol's
+        """Nothing: the merge needs the content."""
+        return False
+
     def deliver(self, policy: Policy, snapshot: AdapterSnapshot, servers: Sequence[VLLMServer]) -> Delivery:
         """Merge once, and send to all servers at the same time. See `Transport.deliver`.
 

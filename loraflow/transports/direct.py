@@ -1,9 +1,10 @@
 """The direct carrier: from the trainer's GPU through shared memory (or CUDA IPC) straight into LoRA slots.
 
 One copy gathers the adapter, one casts and scales it as served, one brings it to a block that the servers on this host
-have mapped, and one call has every worker fill a slot of a new name and checksum what lies there. To a server on
-another host the same bytes travel in the call. The published file follows behind it, for eviction and restarts; the
-next version waits until it is there.
+have mapped, and one call has every worker fill a slot of a new name and checksum what lies there. The call leaves
+before the payload is gathered: the workers see in shared memory when it is there. To a server on another host the same
+bytes travel in the call. The published file follows behind it, for eviction and restarts; the next version waits until
+it is there.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from loraflow.transports.base import Delivered, Delivery
 from loraflow.transports.blocks import Block, best_block, objection
 from loraflow.transports.filesystem import FilesystemTransport
 from loraflow.transports.install import Installation, Payload
+from loraflow.transports.ready_flag import ReadyFlag, settle_device, waits_for_payloads
 
 __all__ = ["DirectTransport"]
 
@@ -79,7 +81,10 @@ class DirectTransport:
         self._far = frozenset(far)
         self._uploads: set[str] = set()
         self._block: Block | None = None
+        self._flag: ReadyFlag | None = None
+        self._called: Installation | None = None  # whose payload is still to come
         self._copy: ServingCopy | None = None
+        self._host: torch.Tensor | None = None
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="loraflow-publish")
         self._publishing: tuple[Future[Published], Policy, AdapterSnapshot] | None = None
 
@@ -102,24 +107,46 @@ class DirectTransport:
         near = [server for server in servers if server.url not in self._far]
         if near:
             self._block = best_block(near, copy.nbytes, self._device)
+            self._flag = ReadyFlag()
         for server in servers:
             self._reach(server)
+
+    def announce(self, policy: Policy, servers: Sequence[VLLMServer]) -> bool:
+        """Call the servers, whose workers wait for the payload. See `Transport.announce`.
+
+        Nothing is done where the payload travels in the call, where a server is one of before these calls, or where the
+        last version is not in the store yet.
+        """
+        flag, block = self._flag, self._block
+        waits = flag is not None and not self._uploads and all(map(waits_for_payloads, servers))
+        published = self._publishing is None or self._publishing[0].done()
+        if flag is None or block is None or not waits or not published:
+            return False
+        self.wait_published()
+        self._store.announce(policy)
+        settle_device(self._device)
+        called = self._called = self._installation(policy)
+        called.send(servers, flag.announced(block.source()))
+        return True
 
     def deliver(self, policy: Policy, snapshot: AdapterSnapshot, servers: Sequence[VLLMServer]) -> Delivery:
         """Install on all servers at the same time, each with its proof; publish behind it."""
         if self._copy is None:
             raise LoraflowError("the direct carrier was not opened")
         copy = self._copy
-        started = time.perf_counter()
-        self.wait_published()
-        waited = time.perf_counter()
-        self._store.announce(policy)
-        announced = time.perf_counter()
+        started = waited = announced = time.perf_counter()
+        if self._called is None:
+            self.wait_published()
+            waited = time.perf_counter()
+            self._store.announce(policy)
+            announced = time.perf_counter()
         copy.fill(snapshot)
-        path = self._files.seen_by_server(self._store.path(policy))
         payload = self._put(servers)
+        if self._called is not None and self._flag is not None:
+            self._flag.payload_is_there()
+        installation, self._called = self._called or self._installation(policy), None
         copied = time.perf_counter()
-        outcomes = Installation(self._agreements, self._files, policy, path, snapshot, payload).on(servers)
+        outcomes = installation.on(servers, snapshot, payload)
         self._publishing = self._publisher.submit(self._publish, policy, snapshot), policy, snapshot
         phases = {
             "publish_wait": (waited - started) * 1e3,
@@ -149,6 +176,10 @@ class DirectTransport:
 
     def withdraw(self, policy: Policy, servers: Sequence[VLLMServer]) -> Mapping[str, Exception]:
         """Unload the name where it was installed; it is burnt. See `FilesystemTransport.withdraw`."""
+        if self._called is not None and self._flag is not None:
+            self._flag.call_off()
+            called, self._called = self._called, None
+            called.call_off()
         self._settle(policy)
         return self._files.withdraw(policy, servers)
 
@@ -180,9 +211,16 @@ class DirectTransport:
             if self._block is not None:
                 self._block.close()
                 self._block = None
+            if self._flag is not None:
+                self._flag.close()
+                self._flag = None
             self._files.close(servers)
 
     # ---------------------------------------------------------------- inside
+
+    def _installation(self, policy: Policy) -> Installation:
+        path = self._files.seen_by_server(self._store.path(policy))
+        return Installation(self._agreements, self._files, policy, path)
 
     def _agree(self, server: VLLMServer) -> SlotDigest:
         plugin = server.info.plugin
@@ -251,8 +289,16 @@ class DirectTransport:
         if not uploads:
             return Payload(source, None, "", uploads)
         on_host = block is not None and block.view.device.type == "cpu"
-        host = (block.view if on_host and block is not None else flat.cpu()).numpy().data
+        host = (block.view if on_host and block is not None else self._on_host(flat)).numpy().data
         return Payload(source, host, blake3(host, max_threads=blake3.AUTO).hexdigest(), uploads)
+
+    def _on_host(self, flat: torch.Tensor) -> torch.Tensor:
+        """A copy in memory that is kept, and pinned where it comes from a GPU; ``flat`` itself where it is there."""
+        if flat.device.type == "cpu":
+            return flat
+        if self._host is None:
+            self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        return self._host.copy_(flat)
 
     def _sums(self, servers: Sequence[VLLMServer], snapshot: AdapterSnapshot) -> tuple[tuple[int, ...], ...]:
         return self._agreements.expected(self._agreements.agree(servers[0]), snapshot)

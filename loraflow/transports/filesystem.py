@@ -75,6 +75,10 @@ class FilesystemTransport:
                     hint='install "loraflow[server]" beside vLLM, or set adapter_root to a folder that both mount',
                 )
 
+    def announce(self, policy: Policy, servers: Sequence[VLLMServer]) -> bool:  # noqa: ARG002 - the protocol's
+        """Nothing: servers read what is published."""
+        return False
+
     def deliver(self, policy: Policy, snapshot: AdapterSnapshot, servers: Sequence[VLLMServer]) -> Delivery:
         """Publish once, then load on all servers at the same time."""
         begin = time.perf_counter()
@@ -118,7 +122,7 @@ class FilesystemTransport:
         for copy in {id(c): c for c in (self._agreements.agree(server).copy for server in servers)}.values():
             copy.fill(snapshot)
         payload = Payload({"kind": "folder"}, None, "", frozenset())
-        return Installation(self._agreements, self, policy, path, snapshot, payload).on(servers)
+        return Installation(self._agreements, self, policy, path).on(servers, snapshot, payload)
 
     def withdraw(self, policy: Policy, servers: Sequence[VLLMServer]) -> Mapping[str, Exception]:
         """Unload the name where it was loaded; it is burnt.

@@ -1,17 +1,20 @@
 """The fold carrier: the adapter travels, and the servers merge it into their own base weights.
 
 An adapter's bytes, a merged model's speed. The payload goes through shared memory or CUDA IPC where every server is on
-this host, and through the store where one is not. What is proven: at `open`, the pristine base against the trainer's
-own (checksums); for every version, every tensor of the payload on every worker (checksums) and an eighth of the
-products (random projections), another eighth each time; and for a run's first version all of them.
+this host (the call leaves before it is there, as with the direct carrier), and through the store where one is not. What
+is proven: at `open`, the pristine base against the trainer's own (checksums); for every version, every tensor of the
+payload on every worker (checksums) and an eighth of the products (random projections), another eighth each time; and
+for a run's first version all of them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import requests
@@ -30,6 +33,7 @@ from loraflow.transports.base import Delivered, Delivery
 from loraflow.transports.blocks import Block, reachable_block
 from loraflow.transports.filesystem import FilesystemTransport, on_every_server
 from loraflow.transports.fold_modules import BaseWeight, fold_modules, payload_shapes
+from loraflow.transports.ready_flag import ReadyFlag, settle_device, waits_for_payloads
 from loraflow_server.checksum import Checksummer, byte_checksum
 from loraflow_server.ids import content_id
 
@@ -79,6 +83,8 @@ class FoldTransport:
         self._layouts: dict[str, FoldLayout] = {}
         self._copy: _Payload | None = None
         self._block: Block | None = None
+        self._flag: ReadyFlag | None = None
+        self._called: dict[str, Callable[[], dict[str, Any]]] = {}  # answers of servers that wait for the payload
         self._checked: set[str] = set()
         self._served: dict[str, _Served] = {}
 
@@ -100,8 +106,27 @@ class FoldTransport:
         nbytes = self._copy.flat.numel() * self._copy.flat.element_size()
         try:
             self._block = reachable_block(servers, nbytes, self._device)
+            self._flag = ReadyFlag(len(self._shapes))
         except CapabilityError as error:
             _log.info("fold travels through %s: %s", self._store.path(), error)
+
+    def announce(self, policy: Policy, servers: Sequence[VLLMServer]) -> bool:
+        """Call the servers, whose workers wait for the payload. See `Transport.announce`.
+
+        Nothing is done where the payload travels through files, or where a server is one of before these calls.
+        """
+        block, flag = self._block, self._flag
+        if block is None or flag is None or not all(map(waits_for_payloads, servers)):
+            return False
+        self._store.reserve(policy)
+        settle_device(self._device)
+        source = {"source": flag.announced(block.source())}
+        for server in servers:
+            try:
+                self._called[server.url] = begin_fold(server, self._body(server, policy, source))
+            except LoraflowError as error:
+                self._called[server.url] = partial(_raised, error)
+        return True
 
     def deliver(self, policy: Policy, snapshot: AdapterSnapshot, servers: Sequence[VLLMServer]) -> Delivery:
         """Fold on all servers at the same time."""
@@ -113,10 +138,13 @@ class FoldTransport:
         phases: dict[str, float] = {}
         source = self._source(policy, snapshot, copy, phases)
         expected: list[int] = sums.tolist()
+        if self._called and self._flag is not None:
+            self._flag.payload_is_there(expected)
+        called, self._called = self._called, {}
         phases["copy"] = (time.perf_counter() - started) * 1e3 - sum(phases.values())
 
         def fold(server: VLLMServer) -> Delivered:
-            return self._folded(server, policy, source, expected)
+            return self._folded(server, policy, source, expected, called.get(server.url))
 
         outcomes = on_every_server(servers, fold, policy.name)
         digest = content_id(expected)
@@ -124,6 +152,12 @@ class FoldTransport:
 
     def withdraw(self, policy: Policy, servers: Sequence[VLLMServer]) -> Mapping[str, Exception]:
         """Every server serves what it served before, and says so. See `Transport.withdraw`."""
+        if self._called and self._flag is not None:
+            self._flag.call_off()
+        called, self._called = self._called, {}
+        for answer in called.values():
+            with suppress(LoraflowError):  # that it was called off
+                answer()
 
         def undo(server: VLLMServer) -> Delivered:
             layout, served = self._layouts[server.url], self._served[server.url]
@@ -176,6 +210,9 @@ class FoldTransport:
         if self._block is not None:
             self._block.close()
             self._block = None
+        if self._flag is not None:
+            self._flag.close()
+            self._flag = None
 
         def reset(server: VLLMServer) -> Delivered:
             try:
@@ -245,7 +282,8 @@ class FoldTransport:
         self, policy: Policy, snapshot: AdapterSnapshot, copy: _Payload, phases: dict[str, float]
     ) -> dict[str, Any]:
         if self._block is not None:
-            self._store.reserve(policy)
+            if not self._called:
+                self._store.reserve(policy)
             return self._in_block(self._block, copy)
         began = time.perf_counter()
         published = self._store.publish(policy, adapter_files(snapshot), digest=snapshot.digest)
@@ -261,35 +299,47 @@ class FoldTransport:
         return {"url" if "://" in seen else "path": seen}
 
     def _folded(
-        self, server: VLLMServer, policy: Policy, source: Mapping[str, Any], expected: Sequence[int]
+        self,
+        server: VLLMServer,
+        policy: Policy,
+        source: Mapping[str, Any],
+        expected: Sequence[int],
+        called: Callable[[], dict[str, Any]] | None = None,
     ) -> Delivered:
         began = time.perf_counter()
-        answer = self._fold(server, policy, source, expected)
+        answer = self._fold(server, policy, {"expected": list(expected), **source}, called)
         spent = {"load": (time.perf_counter() - began) * 1e3, **_floats(answer["phases_ms"])}
         self._checked.add(server.url)
         self._served[server.url] = _Served(policy.name, self._served[server.url].now)
         return Delivered(server.info.model, spent, proof=Proof("digest", passed=answer["sums"] == list(expected)))
 
     def _fold(
-        self, server: VLLMServer, policy: Policy, source: Mapping[str, Any], expected: Sequence[int]
+        self,
+        server: VLLMServer,
+        policy: Policy,
+        payload: Mapping[str, Any],
+        called: Callable[[], dict[str, Any]] | None,
     ) -> dict[str, Any]:
-        def call(layout: FoldLayout) -> dict[str, Any]:
-            body = {
-                "run_id": self._store.run_id,
-                "policy": policy.name,
-                "layout_id": layout.layout_id,
-                "expected": list(expected),
-                "check": server.url not in self._checked,
-                **source,
-            }
-            return begin_fold(server, body)()
-
         try:
-            return call(self._layouts[server.url])
+            return (called or begin_fold(server, self._body(server, policy, payload)))()
         except LoraflowError as error:
             if getattr(error, "status", None) != requests.codes.conflict:
                 raise
-        return call(self._agree(server))  # restarted since: it knows no layout
+        self._agree(server)  # it was restarted and knows no layout; or what was announced came late
+        return begin_fold(server, self._body(server, policy, payload))()
+
+    def _body(self, server: VLLMServer, policy: Policy, payload: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "run_id": self._store.run_id,
+            "policy": policy.name,
+            "layout_id": self._layouts[server.url].layout_id,
+            "check": server.url not in self._checked,
+            **payload,
+        }
+
+
+def _raised(error: LoraflowError) -> dict[str, Any]:
+    raise error
 
 
 @dataclass(frozen=True)

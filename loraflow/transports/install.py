@@ -1,4 +1,7 @@
-"""One version's way into the LoRA slots of all servers: sent to all, checksummed here meanwhile, proven on each."""
+"""One version's way into the LoRA slots of all servers: sent to all, checksummed here meanwhile, proven on each.
+
+The calls may leave before the payload is there (`Installation.send`): their way to the workers then takes no time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import requests
 
 from loraflow.adapter import AdapterSnapshot
 from loraflow.digest import Agreements, SlotDigest
-from loraflow.errors import LoadError
+from loraflow.errors import LoadError, LoraflowError
 from loraflow.http_errors import HTTPFailure, load_hint, once_visible
 from loraflow.plugin_client import PluginClient, ServedDigest, begin_direct, begin_upload
 from loraflow.policy import Policy
@@ -35,7 +38,7 @@ class Payload:
     """A version's bytes, for servers on this host and for others.
 
     Attributes:
-        source: Where servers on this host read it; None where there is none.
+        source: Where servers on this host read it now; None where there is none.
         host: The bytes, for servers on other hosts; None where there is none.
         blake3: Of ``host`` (hex).
         uploads: URLs of the servers on other hosts.
@@ -53,7 +56,6 @@ class _Sent:
 
     server: VLLMServer
     digest: SlotDigest
-    began: float
     take: Callable[[], ServedDigest]
 
 
@@ -65,8 +67,9 @@ class Installation:
         files: Knows what the servers list.
         policy: The version.
         path: Its folder as the servers see it.
-        snapshot: Its content.
-        payload: The same as served; the agreements' copy holds it too.
+
+    Attributes:
+        policy: The version.
     """
 
     def __init__(
@@ -75,80 +78,109 @@ class Installation:
         files: FilesystemTransport,
         policy: Policy,
         path: str,
-        snapshot: AdapterSnapshot,
-        payload: Payload,
     ) -> None:
+        self.policy = policy
         self._agreements = agreements
         self._files = files
-        self._policy = policy
         self._path = path
-        self._snapshot = snapshot
-        self._payload = payload
+        self._calls: dict[str, _Sent | Delivered] = {}
 
-    def on(self, servers: Sequence[VLLMServer]) -> dict[str, Delivered]:
-        """Install on all ``servers``; a failure becomes that server's outcome."""
-        far = [server for server in servers if server.url in self._payload.uploads]
-        near = [server for server in servers if server.url not in self._payload.uploads]
+    def send(self, servers: Sequence[VLLMServer], source: Mapping[str, Any]) -> None:
+        """Call ``servers``, all on this host, for a payload at ``source``; a failure becomes that server's outcome.
+
+        No threads: the calls are sent one after the other, which takes nothing, and all are worked on then.
+        """
+        for server in servers:
+            try:
+                digest = self._agreements.agree(server)
+                self._calls[server.url] = _Sent(server, digest, self._begin(server, digest, source))
+            except Exception as error:  # noqa: BLE001 - told in the outcome; the manager decides for all servers
+                self._calls[server.url] = Delivered(self.policy.name, error=error)
+
+    def on(self, servers: Sequence[VLLMServer], snapshot: AdapterSnapshot, payload: Payload) -> dict[str, Delivered]:
+        """Install on all ``servers``; a failure becomes that server's outcome.
+
+        Args:
+            servers: Those that were called (`send`) already, and others.
+            snapshot: The version's content.
+            payload: The same as served; the agreements' copy holds it too.
+        """
+        began = time.perf_counter()
+        far = [server for server in servers if server.url in payload.uploads]
+        near = [server for server in servers if server.url not in payload.uploads]
         if not far:
-            return self._on_near(near)
+            return self._on_near(near, snapshot, payload, began)
         with ThreadPoolExecutor(min(_UPLOADS, len(far)), "loraflow-upload") as pool:
-            uploads = [pool.submit(self._whole, server) for server in far]
-            found = self._on_near(near)
+            uploads = [pool.submit(self._upload, server, snapshot, payload) for server in far]
+            found = self._on_near(near, snapshot, payload, began)
             found |= {server.url: upload.result() for server, upload in zip(far, uploads, strict=True)}
         return {server.url: found[server.url] for server in servers}
 
-    def _on_near(self, servers: Sequence[VLLMServer]) -> dict[str, Delivered]:
-        """No threads: the calls are sent one after the other, which takes nothing, and all are worked on then."""
-        calls: dict[str, _Sent | Delivered] = {}
-        for server in servers:
-            try:
-                calls[server.url] = self._send(server)
-            except Exception as error:  # noqa: BLE001 - told in the outcome; the manager decides for all servers
-                calls[server.url] = Delivered(self._policy.name, error=error)
-        self._agreements.begin([call.digest for call in calls.values() if isinstance(call, _Sent)], self._snapshot)
-        return {url: call if isinstance(call, Delivered) else self._taken(call) for url, call in calls.items()}
+    def call_off(self) -> None:
+        """Wait for the answers of all that was sent, whatever they are: the payload will not come."""
+        for call in self._calls.values():
+            if isinstance(call, _Sent):
+                try:
+                    call.take()
+                except LoraflowError as error:
+                    _log.debug("%s: %s was called off: %s", call.server.url, self.policy, error)
+        self._calls.clear()
 
-    def _whole(self, server: VLLMServer) -> Delivered:
+    def _on_near(
+        self, servers: Sequence[VLLMServer], snapshot: AdapterSnapshot, payload: Payload, began: float
+    ) -> dict[str, Delivered]:
+        if payload.source is not None:
+            self.send([server for server in servers if server.url not in self._calls], payload.source)
+        calls = [self._calls[server.url] for server in servers]
+        self._agreements.begin([call.digest for call in calls if isinstance(call, _Sent)], snapshot)
+        return {
+            server.url: self._taken(call, snapshot, payload, began) if isinstance(call, _Sent) else call
+            for server, call in zip(servers, calls, strict=True)
+        }
+
+    def _upload(self, server: VLLMServer, snapshot: AdapterSnapshot, payload: Payload) -> Delivered:
+        began = time.perf_counter()
         try:
-            return self._taken(self._send(server))
+            digest = self._agreements.agree(server)
+            sent = _Sent(server, digest, self._begin_with(server, digest, payload))
+            return self._taken(sent, snapshot, payload, began)
         except Exception as error:  # noqa: BLE001 - as above
-            return Delivered(self._policy.name, error=error)
+            return Delivered(self.policy.name, error=error)
 
-    def _taken(self, sent: _Sent) -> Delivered:
+    def _taken(self, sent: _Sent, snapshot: AdapterSnapshot, payload: Payload, began: float) -> Delivered:
         try:
-            return self._receive(sent)
+            return self._receive(sent, snapshot, payload, began)
         except HTTPFailure as error:
-            what = f"loading adapter {self._policy.name!r} from {self._path} failed: {error.reason}"
+            what = f"loading adapter {self.policy.name!r} from {self._path} failed: {error.reason}"
             failure = LoadError(what, server=sent.server.url, hint=load_hint(error, self._path))
             failure.__cause__ = error
-            return Delivered(self._policy.name, error=failure)
+            return Delivered(self.policy.name, error=failure)
         except Exception as error:  # noqa: BLE001 - as above
-            return Delivered(self._policy.name, error=error)
+            return Delivered(self.policy.name, error=error)
 
-    def _send(self, server: VLLMServer) -> _Sent:
-        digest = self._agreements.agree(server)
-        return _Sent(server, digest, time.perf_counter(), self._call(server, digest))
+    def _begin(self, server: VLLMServer, digest: SlotDigest, source: Mapping[str, Any]) -> Callable[[], ServedDigest]:
+        return begin_direct(server, self.policy.name, path=self._path, layout_id=digest.layout.layout_id, source=source)
 
-    def _call(self, server: VLLMServer, digest: SlotDigest) -> Callable[[], ServedDigest]:
-        payload, layout_id = self._payload, digest.layout.layout_id
+    def _begin_with(self, server: VLLMServer, digest: SlotDigest, payload: Payload) -> Callable[[], ServedDigest]:
+        """The call for a payload that is there."""
         if server.url in payload.uploads:
             assert payload.host is not None  # noqa: S101 - made for them
             return begin_upload(
                 server,
-                self._policy.name,
+                self.policy.name,
                 path=self._path,
-                layout_id=layout_id,
+                layout_id=digest.layout.layout_id,
                 payload=payload.host,
                 blake3=payload.blake3,
             )
         assert payload.source is not None  # noqa: S101 - made for them
-        return begin_direct(server, self._policy.name, path=self._path, layout_id=layout_id, source=payload.source)
+        return self._begin(server, digest, payload.source)
 
-    def _ask(self, server: VLLMServer, digest: SlotDigest) -> ServedDigest:
-        return self._call(server, digest)()
+    def _ask(self, server: VLLMServer, digest: SlotDigest, payload: Payload) -> ServedDigest:
+        return self._begin_with(server, digest, payload)()
 
-    def _receive(self, sent: _Sent) -> Delivered:
-        server, digest, policy = sent.server, sent.digest, self._policy
+    def _receive(self, sent: _Sent, snapshot: AdapterSnapshot, payload: Payload, began: float) -> Delivered:
+        server, digest, policy = sent.server, sent.digest, self.policy
         try:
             served = sent.take()
         except Unreachable:
@@ -161,13 +193,14 @@ class Installation:
             if error.status not in {requests.codes.conflict, requests.codes.not_found}:
                 raise
             if error.status == requests.codes.conflict:
-                digest = self._agreements.agree(server, again=True)  # restarted since: it knows no layout
-            served = once_visible(self._path, partial(self._ask, server, digest))
+                # It was restarted and knows no layout; or what was announced came late.
+                digest = self._agreements.agree(server, again=True)
+            served = once_visible(self._path, partial(self._ask, server, digest, payload))
         arrived = time.perf_counter()
         self._files.note(policy, server, served.path)
-        proof = digest.compare(self._agreements.expected(digest, self._snapshot), served)
+        proof = digest.compare(self._agreements.expected(digest, snapshot), served)
         phases = {
-            "load": (arrived - sent.began) * 1e3,
+            "load": (arrived - began) * 1e3,
             "call": served.call_ms,
             "worker": served.worker_ms,
             "compare": (time.perf_counter() - arrived) * 1e3,

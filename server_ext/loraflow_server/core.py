@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = ["asleep", "fold", "fresh_caches", "install"]
@@ -84,10 +86,42 @@ def fresh_caches(self: Any) -> str | None:
     Requests in flight are computed again from their prompts.
     """
     try:
-        if not self.reset_prefix_cache(True, False):
+        with _only_cached_blocks(getattr(self, "scheduler", None)):
+            emptied = self.reset_prefix_cache(True, False)
+        if not emptied:
             return "some blocks are still in use"
     except RuntimeError as error:
         return str(error)
     if self.vllm_config.model_config.is_multimodal_model:
         self.reset_encoder_cache()
     return None
+
+
+@contextmanager
+def _only_cached_blocks(scheduler: Any) -> Iterator[None]:
+    """Inside, emptying the prefix cache takes the hashes off the blocks that have one.
+
+    vLLM walks over all blocks of the GPU, milliseconds for some hundred thousand; those with a hash are in its table.
+    """
+    pool: Any = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
+    table = getattr(getattr(pool, "cached_block_hash_to_block", None), "_cache", None)
+    if not isinstance(table, dict) or not isinstance(getattr(pool, "blocks", None), list):
+        yield  # another vLLM's
+        return
+
+    def reset() -> bool:
+        if getattr(pool, "_reuse_watchers", ()):
+            return bool(type(pool).reset_prefix_cache(pool))
+        found = pool.cached_block_hash_to_block._cache.values()
+        cached = [block for held in found for block in (held.values() if isinstance(held, dict) else (held,))]
+        every, pool.blocks = pool.blocks, cached
+        try:
+            return bool(type(pool).reset_prefix_cache(pool))
+        finally:
+            pool.blocks = every
+
+    pool.reset_prefix_cache = reset
+    try:
+        yield
+    finally:
+        del pool.reset_prefix_cache

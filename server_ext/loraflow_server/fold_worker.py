@@ -65,12 +65,17 @@ class FoldWorker:
     def loraflow_fold(
         self, layout_id: str, policy: str, source: Mapping[str, Any], expected: list[int] | None
     ) -> Mapping[str, Any]:
-        """Launch the fold of a payload: the adapter's tensors in sorted order of names, in the weights' dtype."""
+        """Launch the fold of a payload: the adapter's tensors in sorted order of names, in the weights' dtype.
+
+        With a payload that was announced (`Payloads.bytes_of`) come the checksums that are expected of it.
+        """
         fold = self.loraflow_fold_of(layout_id)
         if source["kind"] == "folder":
             payload = read_folder(source["path"], fold.shapes, fold.dtype).view(torch.uint8)
         else:
             payload = self.loraflow_payloads().bytes_of(source)
+            if "flag" in source:
+                expected = self.loraflow_payloads().numbers_of(source)
         fold.begin(policy, payload, expected)
         return {}
 

@@ -6,6 +6,7 @@ since a trainer uses the same one for every version.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 import math
@@ -13,8 +14,10 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +31,18 @@ logger = logging.getLogger("vllm.loraflow.worker")
 
 SHM_DIR = Path("/dev/shm")  # noqa: S108 - where Linux keeps shared memory
 _BLOCK_NAME = re.compile(r"loraflow-[A-Za-z0-9_.-]{1,100}")
-_KEPT = 2
+_KEPT = 4
+_PATIENCE = 0.25
+"""Seconds that a worker, and with it the engine, waits for a payload that was announced."""
+_POLL, _SERVER_POLL = 20e-6, 300e-6
 
 
 def check_source(source: object, limit: int) -> dict[str, Any]:
     """A source as the worker takes it, every field checked.
 
     ``{"kind": "shm", "name", "nbytes"}`` or ``{"kind": "cuda_ipc", "nbytes", "uuid", "handle", "storage_bytes",
-    "storage_offset", "ref_file", "ref_offset", "event", "event_sync"}`` (bytes in base64).
+    "storage_offset", "ref_file", "ref_offset", "event", "event_sync"}`` (bytes in base64). Either may have a ``"flag":
+    {"name", "serial", "numbers"}``: the payload is not there yet, see `Payloads.bytes_of`.
 
     Raises:
         PluginError: ``bad_source``, or ``too_large`` (413).
@@ -47,11 +54,9 @@ def check_source(source: object, limit: int) -> dict[str, Any]:
         raise PluginError("bad_source", "source.nbytes is a positive number")
     if nbytes > limit:
         raise PluginError("too_large", f"a payload has at most {limit} bytes", status=413)
+    flag = {"flag": _checked_flag(source["flag"], limit)} if "flag" in source else {}
     if source["kind"] == "shm":
-        name = source.get("name")
-        if not isinstance(name, str) or _BLOCK_NAME.fullmatch(name) is None:
-            raise PluginError("bad_source", "a block's name is loraflow-… of A-Z a-z 0-9 _ . -")
-        return {"kind": "shm", "name": name, "nbytes": nbytes}
+        return {"kind": "shm", "name": _block_name(source), "nbytes": nbytes} | flag
     texts, counts = ("uuid", "handle", "ref_file", "event"), ("storage_bytes", "storage_offset", "ref_offset")
     for key in texts:
         if not isinstance(source.get(key), str) or len(source[key]) > 4096:
@@ -61,19 +66,45 @@ def check_source(source: object, limit: int) -> dict[str, Any]:
             raise PluginError("bad_source", f"source.{key} is a count")
     if source["storage_bytes"] < nbytes:
         raise PluginError("bad_source", "source.storage_bytes is less than source.nbytes")
-    return {key: source[key] for key in ("kind", "nbytes", *texts, *counts)} | {
-        "event_sync": bool(source.get("event_sync"))
-    }
+    return (
+        {key: source[key] for key in ("kind", "nbytes", *texts, *counts)}
+        | flag
+        | {"event_sync": bool(source.get("event_sync"))}
+    )
+
+
+def _block_name(source: Mapping[str, Any]) -> str:
+    name = source.get("name")
+    if not isinstance(name, str) or _BLOCK_NAME.fullmatch(name) is None:
+        raise PluginError("bad_source", "a block's name is loraflow-… of A-Z a-z 0-9 _ . -")
+    return name
+
+
+def _checked_flag(flag: object, limit: int) -> dict[str, Any]:
+    if not isinstance(flag, dict):
+        raise PluginError("bad_source", "source.flag is an object")
+    serial, numbers = flag.get("serial"), flag.get("numbers")
+    if type(serial) is not int or not 0 < serial < 1 << 62:
+        raise PluginError("bad_source", "source.flag.serial is a positive number")
+    if type(numbers) is not int or not 0 <= numbers <= limit // 8:
+        raise PluginError("bad_source", "source.flag.numbers is a count")
+    return {"name": _block_name(flag), "serial": serial, "numbers": numbers}
 
 
 @dataclass(eq=False)
 class _Block:
-    """A mapped block; ``view`` is its bytes."""
+    """A mapped block; ``view`` is its bytes, ``words`` the same as int64 where it was opened for a flag."""
 
     identity: tuple[Any, ...]
     view: torch.Tensor
     memory: mmap.mmap | None = None
     pinned: bool = False
+
+    @cached_property
+    def words(self) -> memoryview:
+        assert self.memory is not None  # noqa: S101 - flags are in shared memory
+        whole = memoryview(self.memory)
+        return whole[: len(whole) // 8 * 8].cast("q")
 
     def close(self) -> None:
         if self.pinned:
@@ -98,12 +129,49 @@ class Payloads:
     def bytes_of(self, source: Mapping[str, Any]) -> torch.Tensor:
         """The payload's bytes; uint8, shape (nbytes,): on the host for ``shm``, on the device for ``cuda_ipc``.
 
+        A source with a flag was announced before its payload is there. The flag is a block of shared memory of int64:
+        first the serial of the version whose payload is there (negative: that will not come), then ``numbers`` more
+        (`numbers_of`). It is waited for, a quarter of a second at most: the engine waits with the worker.
+
         Raises:
-            PluginError: ``no_block`` (409): it is not on this host, or not this user's.
+            PluginError: ``no_block`` (409): it is not on this host, or not this user's. ``late`` (409): the payload did
+                not come in time. ``called_off``: it will not come.
         """
         if source["kind"] == "shm":
-            return self._shared(str(source["name"]), int(source["nbytes"]))
-        return self._same_gpu(source)
+            found = self._shared(str(source["name"]), int(source["nbytes"])).view[: int(source["nbytes"])]
+        else:
+            found = self._same_gpu(source)
+        if "flag" in source:
+            self._wait(source["flag"])
+        return found
+
+    def numbers_of(self, source: Mapping[str, Any]) -> list[int]:
+        """The numbers that came with a payload that was announced, once `bytes_of` has it; int64."""
+        flag = source["flag"]
+        return self._flag(flag)[1 : 1 + int(flag["numbers"])].tolist()
+
+    def _flag(self, flag: Mapping[str, Any]) -> memoryview:
+        return self._shared(str(flag["name"]), 8 * (1 + int(flag["numbers"])), pin=False).words
+
+    async def arrival(self, source: Mapping[str, Any]) -> None:
+        """Wait for a payload that was announced, without an engine that waits with us. Raises as `bytes_of`."""
+        if "flag" in source:
+            for _ in self._until_there(source["flag"]):
+                await asyncio.sleep(_SERVER_POLL)
+
+    def _wait(self, flag: Mapping[str, Any]) -> None:
+        for _ in self._until_there(flag):
+            time.sleep(_POLL)
+
+    def _until_there(self, flag: Mapping[str, Any]) -> Iterator[None]:
+        """Something for each look at a payload that is not there yet."""
+        words, serial, deadline = self._flag(flag), int(flag["serial"]), time.monotonic() + _PATIENCE
+        while (found := words[0]) != serial:
+            if found == -serial:
+                raise PluginError("called_off", "the version was called off before its payload came")
+            if abs(found) > serial or time.monotonic() > deadline:
+                raise PluginError("late", f"the payload did not come within {_PATIENCE:g} s", status=409)
+            yield
 
     def close(self) -> None:
         """Unmap everything."""
@@ -111,13 +179,13 @@ class Payloads:
             block.close()
         self._blocks.clear()
 
-    def _keep(self, key: str, block: _Block) -> torch.Tensor:
+    def _keep(self, key: str, block: _Block) -> _Block:
         while len(self._blocks) >= _KEPT:
             self._blocks.pop(next(iter(self._blocks))).close()
         self._blocks[key] = block
-        return block.view
+        return block
 
-    def _shared(self, name: str, nbytes: int) -> torch.Tensor:
+    def _shared(self, name: str, nbytes: int, *, pin: bool = True) -> _Block:
         path = self._dir / name
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -132,14 +200,14 @@ class Payloads:
             identity = (info.st_dev, info.st_ino, info.st_size)
             known = self._blocks.get(name)
             if known is not None and known.identity == identity:
-                return known.view[:nbytes]
+                return known
             if known is not None:
                 self._blocks.pop(name).close()
             memory = mmap.mmap(descriptor, info.st_size)
         finally:
             os.close(descriptor)
         view = torch.frombuffer(memory, dtype=torch.uint8)
-        return self._keep(name, _Block(identity, view, memory, self._pin(view)))[:nbytes]
+        return self._keep(name, _Block(identity, view, memory, pin and self._pin(view)))
 
     def _pin(self, view: torch.Tensor) -> bool:
         if self._device.type != "cuda":
@@ -181,7 +249,7 @@ class Payloads:
             )
         except (RuntimeError, ValueError) as error:
             raise PluginError("no_block", f"the GPU memory could not be opened: {error}", status=409) from error
-        return self._keep(key, _Block((key,), view))
+        return self._keep(key, _Block((key,), view)).view
 
 
 def read_folder(path: str, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> torch.Tensor:

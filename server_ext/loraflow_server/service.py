@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from loraflow_server import checks
 from loraflow_server.cache import StoreCache, allowed_url
 from loraflow_server.engine import Engine
@@ -23,7 +25,7 @@ from loraflow_server.fold_desk import FoldDesk
 from loraflow_server.ids import content_id
 from loraflow_server.inbox import Inbox
 from loraflow_server.metrics import Metrics
-from loraflow_server.payload import check_source
+from loraflow_server.payload import Payloads, check_source
 from loraflow_server.settings import Settings
 from loraflow_server.weights import BaseWeights
 
@@ -62,6 +64,7 @@ class Service:
             self.cache = StoreCache(settings.cache_dir, settings.cache_bytes)
         self._leaving: dict[str, Path] = {}  # unloaded names that requests may still use, and their folders
         self.inbox = Inbox()
+        self._announced = Payloads(torch.device("cpu"))
         self._payload_bytes: dict[str, int] = {}  # by layout agreed on: what an upload must have
         self.lock = asyncio.Lock()  # one change at a time: loads, folds and resets exclude each other
 
@@ -79,7 +82,7 @@ class Service:
             if self.cache is not None:
                 found.append("stores")
         if self.worker_extension:
-            found.append("base")
+            found += ["base", "announced"]
             if self.engine.plain_weights:
                 found += ["weights", "fold"] if self.engine.api_servers == 1 else ["weights"]
             if lora:
@@ -323,6 +326,7 @@ class Service:
         else:
             source = check_source(body.get("source"), self.settings.limits.payload)
             folder = checks.resolve_inside(body.get("path"), self.settings.roots, must_exist=False)
+        await self._settled(source)
         async with self.lock, self.engine.name_lock(name):
             self.check_free(name)
             await self.weights.need_pristine()
@@ -343,6 +347,11 @@ class Service:
         return self._digest_answer(name, engines) | {
             "phases_ms": {"worker": max(rank["ms"] for ranks in engines for rank in ranks), "call": elapsed}
         }
+
+    async def _settled(self, source: Mapping[str, Any]) -> None:
+        """A payload that was announced is waited for here while requests run, and by the workers of an idle engine."""
+        if self.engine.in_flight():
+            await self._announced.arrival(source)
 
     def _digest_answer(self, name: str, engines: list[list[dict[str, Any]]]) -> dict[str, Any]:
         item = self.engine.loaded()[name]
@@ -415,7 +424,9 @@ class Service:
 
     async def _fold_source(self, body: Mapping[str, Any]) -> dict[str, Any]:
         if "source" in body:
-            return check_source(body["source"], self.settings.limits.payload)
+            source = check_source(body["source"], self.settings.limits.payload)
+            await self._settled(source)
+            return source
         self._release_cache()
         folder = await self._folder(body, checks.check_name(body.get("policy")), {})
         await asyncio.to_thread(checks.check_folder, folder, self.settings.limits)

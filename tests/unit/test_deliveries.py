@@ -64,7 +64,7 @@ def carrier(name: str, store: AdapterStore, spec: AdapterSpec, url: str) -> Any:
     return DirectTransport(store, spec, far=[url] if name == "upload" else [])
 
 
-@pytest.mark.parametrize("name", ["direct", "upload", "filesystem"])
+@pytest.mark.parametrize("name", ["direct", "announced", "upload", "filesystem"])
 def test_every_version_lies_in_a_slot_as_vllm_would_load_it(
     name: str, host: LoraHost, url: str, store: AdapterStore, tiny_model: Path
 ) -> None:
@@ -74,7 +74,12 @@ def test_every_version_lies_in_a_slot_as_vllm_would_load_it(
     transport.open([server])
     for version in range(5):
         randomize(model, seed=version, std=0.2)
-        snapshot, policy = take_snapshot(model, dtype=torch.bfloat16), Policy(store.run_id, version)
+        policy = Policy(store.run_id, version)
+        if name == "announced":
+            transport.wait_published()
+        if name != "direct":  # uploads and files cannot be announced, and are delivered all the same
+            assert transport.announce(policy, [server]) is (name == "announced")
+        snapshot = take_snapshot(model, dtype=torch.bfloat16)
         delivery = transport.deliver(policy, snapshot, [server])
         outcome = delivery.servers[url]
         assert outcome.error is None, outcome.error
@@ -93,6 +98,92 @@ def test_every_version_lies_in_a_slot_as_vllm_would_load_it(
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, stock, strict=True))
     transport.close([server])
     assert not [m for m in server.models() if m.id.startswith(store.run_id)]
+
+
+@pytest.fixture
+def announcing(url: str, store: AdapterStore, tiny_model: Path) -> Iterator[tuple[DirectTransport, VLLMServer, Any]]:
+    """A carrier that has announced version 0, over a block full of something else; the server, and the model."""
+    server, model = VLLMServer(url), peft_model(tiny_model, std=0.2)
+    transport = DirectTransport(store, AdapterSpec.from_model(model))
+    transport.open([server])
+    assert transport._block is not None
+    transport._block.view.fill_(7)
+    assert transport.announce(Policy(store.run_id, 0), [server])
+    yield transport, server, model
+    transport.close([server])
+
+
+@pytest.fixture(params=[0, 3], ids=["idle", "busy"])
+def in_flight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many requests run."""
+    monkeypatch.setattr("loraflow_server.engine.Engine.in_flight", lambda *_: request.param)
+    return int(request.param)
+
+
+@pytest.fixture
+def there(host: LoraHost, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each payload that the worker was asked to wait for, whether it was there already."""
+    payloads, found = host.worker.loraflow_payloads(), list[bool]()
+    plain = payloads._wait
+
+    def noted(flag: Any) -> None:
+        found.append(payloads._flag(flag)[0] == flag["serial"])
+        plain(flag)
+
+    monkeypatch.setattr(payloads, "_wait", noted)
+    return found
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.5])
+def test_an_announced_payload_is_read_once_it_is_there(
+    in_flight: int,
+    there: list[bool],
+    announcing: tuple[DirectTransport, VLLMServer, Any],
+    store: AdapterStore,
+    seconds: float,
+) -> None:
+    """Also one that comes later than an engine may wait: it is asked for again. An engine with requests never waits."""
+    transport, server, model = announcing
+    time.sleep(seconds)
+    snapshot, policy = take_snapshot(model, dtype=torch.bfloat16), Policy(store.run_id, 0)
+    outcome = transport.deliver(policy, snapshot, [server]).servers[server.url]
+    assert outcome.error is None
+    assert outcome.proof is not None
+    assert outcome.proof.passed, outcome.proof.detail
+    assert outcome.phases_ms["load"] < 1e3 * seconds + 500
+    if in_flight:
+        assert all(there)
+    elif seconds == 0.05:
+        assert there == [False]
+
+
+def test_an_announced_version_that_does_not_come_leaves_nothing(
+    announcing: tuple[DirectTransport, VLLMServer, Any], store: AdapterStore
+) -> None:
+    transport, server, model = announcing
+    first, began = Policy(store.run_id, 0), time.perf_counter()
+    assert transport.withdraw(first, [server]) == {}
+    assert time.perf_counter() - began < 0.2  # nobody waited until an engine gave up
+    assert not transport.holds(first, server)
+    snapshot, second = take_snapshot(model, dtype=torch.bfloat16), Policy(store.run_id, 1)
+    assert transport.announce(second, [server])
+    outcome = transport.deliver(second, snapshot, [server]).servers[server.url]
+    assert outcome.error is None
+    assert outcome.proof is not None
+    assert outcome.proof.passed, outcome.proof.detail
+
+
+def test_an_old_plugin_is_not_called_before_the_payload_is_there(
+    url: str, store: AdapterStore, tiny_model: Path
+) -> None:
+    server = VLLMServer(url)
+    plugin = server.info.plugin
+    assert plugin is not None
+    object.__setattr__(plugin, "capabilities", plugin.capabilities - {"announced"})
+    transport = DirectTransport(store, AdapterSpec.from_model(peft_model(tiny_model)))
+    transport.open([server])
+    assert not transport.announce(Policy(store.run_id, 0), [server])
+    transport.close([server])
 
 
 def test_a_change_on_the_way_is_seen(host: LoraHost, url: str, store: AdapterStore, tiny_model: Path) -> None:

@@ -98,6 +98,9 @@ class Carrier:
     kind = "adapter"
     name = "filesystem"
 
+    def announce(self, policy: Policy, servers: Sequence[Server]) -> bool:
+        return False
+
     def deliver(self, policy: Policy, snapshot: Any, servers: Sequence[Server]) -> Delivery:
         outcomes = {}
         for server in servers:
@@ -252,6 +255,38 @@ class Run:
     @property
     def active(self) -> list[int]:
         return [self.servers.index(server) for server in self.fleet.servers]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_what_was_announced_and_does_not_come_is_taken_back(called: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshot fails, say; where nobody was called, nobody is told either."""
+    run = Run(2, "fail")
+    withdrawn: list[Policy] = []
+    carrier: Any = run.fleet.transport
+    monkeypatch.setattr(carrier, "announce", lambda policy, servers: called)
+    monkeypatch.setattr(carrier, "withdraw", lambda policy, servers: withdrawn.append(policy) or {})
+    policy = Policy("run", 7)
+    with pytest.raises(ZeroDivisionError), run.fleet.announced(policy, PROVER):
+        _ = 1 / 0
+    assert withdrawn == ([policy] if called else [])
+    with run.fleet.announced(policy, PROVER):
+        pass
+    assert len(withdrawn) == called
+
+
+def test_nobody_is_called_ahead_while_a_server_is_set_aside(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """Those that come back in the same move would be called by nobody."""
+    run = Run(2, "quarantine")
+    carrier: Any = run.fleet.transport
+    calls: list[Policy] = []
+    monkeypatch.setattr(carrier, "announce", lambda policy, servers: calls.append(policy) or True)
+    policy = Policy("run", 0)
+    with run.fleet.announced(policy, PROVER):
+        pass
+    run.fleet._roster.set_aside("http://s1", "it failed")
+    with run.fleet.announced(policy, PROVER):
+        pass
+    assert calls == [policy]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,9 @@ class Fleet:
         self.gate.set()
         self.failing: set[int] = set()
         self.closed = False
+
+    def announced(self, *_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def move(self, policy: Policy, snapshot: Any, *_: Any, **__: Any) -> Outcome:
         self.gate.wait(30)
