@@ -30,7 +30,7 @@ from loraflow.capture_checks import (
     refuse_several,
     refuse_shapes,
 )
-from loraflow.errors import AdapterError
+from loraflow.errors import AdapterError, ModelChangedError
 from loraflow.gather import FlatViews, Gatherer, split_views
 from loraflow.names import is_wrapper_segment, parse
 
@@ -169,6 +169,17 @@ class SnapshotPlan:
         if plan is None or not plan.holds():
             plan = _plans[model] = cls(model)
         return plan
+
+    @classmethod
+    def known(cls, model: nn.Module) -> SnapshotPlan:
+        """The plan made before, whether it still holds or not (`require_holds`); a new one where there is none."""
+        plan = _plans.get(model)
+        return cls.of(model) if plan is None else plan
+
+    def require_holds(self) -> None:
+        """Raise `ModelChangedError` where `holds` does not."""
+        if not self.holds():
+            raise ModelChangedError("the model or its adapter was changed since the last sync")
 
     def holds(self) -> bool:
         """Whether modules, adapter and scaling are the same, and nothing else has become trainable or active.

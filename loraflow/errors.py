@@ -113,6 +113,10 @@ class AdapterError(LoraflowError):
         return super().__str__() + (f": {shown}{more}" if shown else "")
 
 
+class ModelChangedError(AdapterError):
+    """The model is not the one that its adapter was gathered from by an earlier plan: gather it by a new one."""
+
+
 class PublishError(LoraflowError):
     """A version could not be written to, or read back from, the store."""
 

@@ -66,6 +66,7 @@ class Fleet:
         self.config = config
         self._roster = Roster([*servers, *missing], plan, transport, config)
         self._moving = threading.Lock()
+        self._checked_by_carrier: Policy | None = None
         self._old = Retirement(transport, store.run_id, config.retained_versions)
         for server in missing:
             self._roster.set_aside(server.url, "it did not answer at the start")
@@ -107,19 +108,29 @@ class Fleet:
     # ---------------------------------------------------------------- one version for all
 
     @contextmanager
-    def announced(self, policy: Policy, prover: Prover) -> Iterator[None]:
+    def announced(self, policy: Policy, prover: Prover, check: Callable[[], None]) -> Iterator[bool]:
         """Inside, the content of ``policy`` is gathered, and the servers are called for it already where the carrier
-        can; `move` follows. An error inside takes the calls back."""
+        can; `move` follows. An error inside takes the calls back.
+
+        Gives whether ``check``, which raises where the content is not what it is taken for, is called by `move`, while
+        the servers work; otherwise it is the caller's.
+        """
+
+        def checked(snapshot: AdapterSnapshot) -> None:
+            check()
+            require_finite(snapshot)
+
         called = False
         with self._moving:
             self.settle()
             if not self.aside and self.servers:
                 try:
-                    called = self.transport.announce(policy, self.servers)
+                    called = self.transport.announce(policy, self.servers, checked)
                 except LoraflowError as error:
                     _log.info("%s is not announced: %s", policy, error)  # what is wrong, `move` meets and tells
+        self._checked_by_carrier = policy if called and self.plan.transport == "adapter" else None
         try:
-            yield
+            yield self._checked_by_carrier is not None
         except BaseException:
             if called:
                 with self._moving:
@@ -174,7 +185,8 @@ class Fleet:
     ) -> tuple[SyncRecord, Exception | None]:
         policy, servers, proven = version.policy, self.servers, dict[str, Verdict]()
         try:
-            require_finite(version.snapshot)
+            if policy != self._checked_by_carrier:
+                require_finite(version.snapshot)
             delivery = self._deliver(policy, version.snapshot, servers)
             record = _with_delivery(record, delivery)
             aside = self._judge(policy, {url: Verdict(o.error, _LOADED) for url, o in delivery.servers.items()})

@@ -25,7 +25,7 @@ from loraflow.capture import SnapshotPlan
 from loraflow.config import SyncConfig
 from loraflow.connect import Agreed, connect
 from loraflow.correction import Correction, CorrectionOptions, correct, drift
-from loraflow.errors import LoraflowError, StaleError, UnsettledError
+from loraflow.errors import LoraflowError, ModelChangedError, StaleError, UnsettledError
 from loraflow.fleet import Fleet
 from loraflow.gate import Gate
 from loraflow.plan import Plan
@@ -384,14 +384,17 @@ class SyncManager:
         self._next_version += 1
         return policy
 
-    def _sync(self, step: int, expected: Expected | None, *, began: float, behind: bool = False) -> SyncRecord | None:
+    def _sync(
+        self, step: int, expected: Expected | None, *, began: float, behind: bool = False, careful: bool = False
+    ) -> SyncRecord | None:
         forward_ms = (time.perf_counter() - began) * 1e3
         policy = self._new_policy()
         self._attempted = policy.version
         try:
             if self._known().plan.transport == "merged" and not behind:
                 self.ranks.together(self._gate.close)  # where one rank refuses, the others open theirs again
-            snapshot = self._snapshot(policy, step, announced=self.ranks.world_size == 1 and not behind)
+            announced = self.ranks.world_size == 1 and not behind and not careful
+            snapshot = self._snapshot(policy, step, announced=announced)
             captured_ms = (time.perf_counter() - began) * 1e3
 
             def move() -> Outcome:
@@ -402,12 +405,19 @@ class SyncManager:
                 stall = captured_ms if behind else total
                 return replace(record, phases_ms=phases, total_ms=total, stall_ms=stall), error
 
-            if not behind:
-                return self._conclude(*self.ranks.on_main(move))
-            self._last_step = step
-            if self.ranks.is_main:
-                self._behind.begin(move)
-            return None
+            if behind:
+                self._last_step = step
+                if self.ranks.is_main:
+                    self._behind.begin(move)
+                return None
+            record, error = self.ranks.on_main(move)
+            if isinstance(error, ModelChangedError):
+                raise error
+        except ModelChangedError as error:
+            _log.info("%s was withdrawn, and the adapter is gathered anew: %s", policy, error)
+            return self._sync(step, expected, began=began, careful=True)
+        else:
+            return self._conclude(record, error)
         finally:
             if not behind:
                 self._gate.open()
@@ -425,8 +435,19 @@ class SyncManager:
             return take_snapshot(self.model, dtype=dtype, step=step, spec=self._spec, out=room, plan=plan)
 
         if announced and self._fleet is not None and self._prover is not None:
-            with self._fleet.announced(policy, self._prover):
-                return take(*prepare())
+            used: list[SnapshotPlan] = []
+
+            def unchanged() -> None:
+                for plan in used:
+                    plan.require_holds()
+
+            with self._fleet.announced(policy, self._prover, unchanged) as checked_later:
+                used.append((SnapshotPlan.known if checked_later else SnapshotPlan.of)(self.model))
+                try:
+                    return take(used[0], used[0].buffer(dtype))
+                except Exception:
+                    unchanged()  # then that is why
+                    raise
         # Apart, so that a rank without room is not missed in the middle of the others' gathers.
         prepared = self.ranks.together(prepare)
         return self.ranks.together(lambda: take(*prepared))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -20,15 +21,19 @@ __all__ = ["BASE", "FOLDED", "SLOT", "TWO_SLOTS", "UNTOUCHED", "Serving", "break
 
 BASE, SLOT, TWO_SLOTS = "base, LoRA server", "slot", "two versions at once, no syncs"
 UNTOUCHED, FOLDED = "untouched, plain server", "folded"
-SYNCING = "a sync each second"
+SYNCING, DRAWING = "a sync each second", "the policy drawn anew each second"
 
 
 @dataclass
 class Serving:
     """Measures on the servers of a session, and keeps what it saw.
 
-    Requests that run while a sync happens end on the version that they began with: for a while batches hold two. What
-    vLLM needs for that alone is measured too, with half of the requests on each of two versions, and no sync.
+    What a sync each second costs is measured in its parts too:
+
+    - two versions at once: requests that run while a sync happens end on the version that they began with, so that
+      batches hold two for a while; here half of the requests are on each of two, without a sync;
+    - the policy drawn anew each second: the trainer's own work beside the server;
+    - the base, with a sync each second: the calls alone, of which no request takes notice.
 
     Attributes:
         session: The run.
@@ -79,6 +84,9 @@ class Serving:
             if carrier == "direct":
                 versions = cycle([record.policy for record in manager.records[-2:]])
                 self._rate(url, TWO_SLOTS, lambda: (next(versions), {}), self.streams[0])
+                draws = partial(draw_policy, self.session.model, 1)
+                self._rate(url, f"{after}, {DRAWING}", target, self.streams[0], every=1.0, sync=draws)
+                self._rate(url, f"{before}, {SYNCING}", lambda: (base, {}), self.streams[0], every=1.0, sync=syncs)
             self._rate(url, f"{after}, {SYNCING}", target, self.streams[0], every=1.0, sync=syncs)
             self._rate(url, after, target, self.streams[0])
         finally:
@@ -128,7 +136,8 @@ def ratios(rates: Sequence[Rate]) -> dict[str, float]:
     pairs = (
         (f"{SLOT}, {SYNCING}", SLOT),
         (TWO_SLOTS, SLOT),
-        (f"{SLOT}, {SYNCING}", TWO_SLOTS),
+        (f"{SLOT}, {DRAWING}", SLOT),
+        (f"{BASE}, {SYNCING}", BASE),
         (f"{FOLDED}, {SYNCING}", FOLDED),
         (FOLDED, SLOT),
         (FOLDED, UNTOUCHED),

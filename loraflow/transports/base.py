@@ -15,7 +15,7 @@ delivery may run behind the next training step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -84,8 +84,15 @@ class Transport(Protocol):
         """Agree with the servers on what is constant for the run; raises `CapabilityError` where one cannot."""
         ...
 
-    def announce(self, policy: Policy, servers: Sequence[VLLMServer]) -> bool:
+    def announce(self, policy: Policy, servers: Sequence[VLLMServer], check: Callable[[AdapterSnapshot], None]) -> bool:
         """Call the servers before the content of ``policy`` is there; ``deliver`` or ``withdraw`` follows at once.
+
+        Args:
+            policy: The version.
+            servers: All that it will be delivered to.
+            check: Raises where the content must not be committed. An adapter carrier makes it part of ``deliver``,
+                while the servers work: nobody asks for the version yet. A merged one does not: what is wrong would be
+                served.
 
         Returns:
             Whether they were called. What concerns all raises, as from ``deliver``.

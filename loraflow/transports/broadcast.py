@@ -126,7 +126,12 @@ class BroadcastTransport:
             for state in self._states.values():
                 state.baseline = state.link.checksums()
 
-    def announce(self, policy: Policy, servers: Sequence[VLLMServer]) -> bool:  # noqa: ARG002 - the protocol's
+    def announce(
+        self,
+        policy: Policy,  # noqa: ARG002 - the protocol's
+        servers: Sequence[VLLMServer],  # noqa: ARG002
+        check: Callable[[AdapterSnapshot], None],  # noqa: ARG002
+    ) -> bool:
         """Nothing: the merge needs the content."""
         return False
 

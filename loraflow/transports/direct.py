@@ -13,7 +13,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -83,6 +83,7 @@ class DirectTransport:
         self._block: Block | None = None
         self._flag: ReadyFlag | None = None
         self._called: Installation | None = None  # whose payload is still to come
+        self._check: Callable[[AdapterSnapshot], None] = lambda _: None  # of that
         self._copy: ServingCopy | None = None
         self._host: torch.Tensor | None = None
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="loraflow-publish")
@@ -111,7 +112,7 @@ class DirectTransport:
         for server in servers:
             self._reach(server)
 
-    def announce(self, policy: Policy, servers: Sequence[VLLMServer]) -> bool:
+    def announce(self, policy: Policy, servers: Sequence[VLLMServer], check: Callable[[AdapterSnapshot], None]) -> bool:
         """Call the servers, whose workers wait for the payload. See `Transport.announce`.
 
         Nothing is done where the payload travels in the call, where a server is one of before these calls, or where the
@@ -125,7 +126,8 @@ class DirectTransport:
         self.wait_published()
         self._store.announce(policy)
         settle_device(self._device)
-        called = self._called = self._installation(policy)
+        called, self._check = self._installation(policy), check
+        self._called = called
         called.send(servers, flag.announced(block.source()))
         return True
 
@@ -142,11 +144,12 @@ class DirectTransport:
             announced = time.perf_counter()
         copy.fill(snapshot)
         payload = self._put(servers)
+        copied = time.perf_counter()
         if self._called is not None and self._flag is not None:
             self._flag.payload_is_there()
+            self._check(snapshot)  # while the servers work
         installation, self._called = self._called or self._installation(policy), None
-        copied = time.perf_counter()
-        outcomes = installation.on(servers, snapshot, payload)
+        outcomes = installation.on(servers, snapshot, payload, began=copied)
         self._publishing = self._publisher.submit(self._publish, policy, snapshot), policy, snapshot
         phases = {
             "publish_wait": (waited - started) * 1e3,

@@ -75,7 +75,12 @@ class FilesystemTransport:
                     hint='install "loraflow[server]" beside vLLM, or set adapter_root to a folder that both mount',
                 )
 
-    def announce(self, policy: Policy, servers: Sequence[VLLMServer]) -> bool:  # noqa: ARG002 - the protocol's
+    def announce(
+        self,
+        policy: Policy,  # noqa: ARG002 - the protocol's
+        servers: Sequence[VLLMServer],  # noqa: ARG002
+        check: Callable[[AdapterSnapshot], None],  # noqa: ARG002
+    ) -> bool:
         """Nothing: servers read what is published."""
         return False
 

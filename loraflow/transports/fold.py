@@ -110,7 +110,12 @@ class FoldTransport:
         except CapabilityError as error:
             _log.info("fold travels through %s: %s", self._store.path(), error)
 
-    def announce(self, policy: Policy, servers: Sequence[VLLMServer]) -> bool:
+    def announce(
+        self,
+        policy: Policy,
+        servers: Sequence[VLLMServer],
+        check: Callable[[AdapterSnapshot], None],  # noqa: ARG002 - what is folded is served: the caller checks before
+    ) -> bool:
         """Call the servers, whose workers wait for the payload. See `Transport.announce`.
 
         Nothing is done where the payload travels through files, or where a server is one of before these calls.

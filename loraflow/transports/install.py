@@ -97,15 +97,23 @@ class Installation:
             except Exception as error:  # noqa: BLE001 - told in the outcome; the manager decides for all servers
                 self._calls[server.url] = Delivered(self.policy.name, error=error)
 
-    def on(self, servers: Sequence[VLLMServer], snapshot: AdapterSnapshot, payload: Payload) -> dict[str, Delivered]:
+    def on(
+        self,
+        servers: Sequence[VLLMServer],
+        snapshot: AdapterSnapshot,
+        payload: Payload,
+        *,
+        began: float | None = None,
+    ) -> dict[str, Delivered]:
         """Install on all ``servers``; a failure becomes that server's outcome.
 
         Args:
             servers: Those that were called (`send`) already, and others.
             snapshot: The version's content.
             payload: The same as served; the agreements' copy holds it too.
+            began: When it was there, on the performance counter; now where not given.
         """
-        began = time.perf_counter()
+        began = time.perf_counter() if began is None else began
         far = [server for server in servers if server.url in payload.uploads]
         near = [server for server in servers if server.url not in payload.uploads]
         if not far:

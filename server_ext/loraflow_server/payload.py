@@ -31,7 +31,7 @@ logger = logging.getLogger("vllm.loraflow.worker")
 
 SHM_DIR = Path("/dev/shm")  # noqa: S108 - where Linux keeps shared memory
 _BLOCK_NAME = re.compile(r"loraflow-[A-Za-z0-9_.-]{1,100}")
-_KEPT = 4
+_KEPT = 8
 _PATIENCE = 0.25
 """Seconds that a worker, and with it the engine, waits for a payload that was announced."""
 _POLL, _SERVER_POLL = 20e-6, 300e-6

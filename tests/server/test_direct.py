@@ -61,7 +61,7 @@ def check_versions(running: RunningServer, store: AdapterStore, model_folder: Pa
             policy = Policy(store.run_id, version)
             if version % 2:  # the call leaves before the payload is there
                 transport.wait_published()
-                assert transport.announce(policy, [server])
+                assert transport.announce(policy, [server], lambda _: None)
             snapshot = take_snapshot(model)
             delivery = transport.deliver(policy, snapshot, [server])
             outcome = delivery.servers[server.url]

@@ -102,6 +102,24 @@ def test_a_policy_that_the_trainer_does_not_have_is_not_delivered(manager: SyncM
     assert greedy(manager) == before
 
 
+def test_a_model_that_was_changed_is_gathered_anew(manager: SyncManager, policy: Any) -> None:
+    """Tensors are gathered before the model is looked through, which happens while the server works."""
+    manager.sync(1)
+    table = policy.get_base_model().model.layers[0].mlp.up_proj.lora_B
+    table["default"] = torch.nn.Linear(table["default"].in_features, table["default"].out_features, bias=False)
+    randomize(policy, seed=11, std=0.1)
+    record = manager.sync(2)
+    assert record is not None
+    assert record.proven
+    served = torch.tensor(manager.servers[0].prompt_logprobs(PROMPT, model=manager.policy_name))
+    assert (served - peft_logprobs(policy, PROMPT)).abs().max() < 1e-4
+    settle(manager)
+    listed = {model.id for model in manager.servers[0].models() if model.id.startswith(manager.run_id)}
+    wanted = {seen.policy for seen in manager.records if seen.outcome == "committed"}
+    assert listed <= wanted  # of the attempt in between nothing is left
+    assert manager.sync(3) is not None
+
+
 def test_equal_content_has_an_equal_digest(manager: SyncManager, policy: Any) -> None:
     first, second = manager.records[-1], manager.sync(1)
     assert second is not None

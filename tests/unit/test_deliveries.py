@@ -78,7 +78,7 @@ def test_every_version_lies_in_a_slot_as_vllm_would_load_it(
         if name == "announced":
             transport.wait_published()
         if name != "direct":  # uploads and files cannot be announced, and are delivered all the same
-            assert transport.announce(policy, [server]) is (name == "announced")
+            assert transport.announce(policy, [server], lambda _: None) is (name == "announced")
         snapshot = take_snapshot(model, dtype=torch.bfloat16)
         delivery = transport.deliver(policy, snapshot, [server])
         outcome = delivery.servers[url]
@@ -108,7 +108,7 @@ def announcing(url: str, store: AdapterStore, tiny_model: Path) -> Iterator[tupl
     transport.open([server])
     assert transport._block is not None
     transport._block.view.fill_(7)
-    assert transport.announce(Policy(store.run_id, 0), [server])
+    assert transport.announce(Policy(store.run_id, 0), [server], lambda _: None)
     yield transport, server, model
     transport.close([server])
 
@@ -166,7 +166,7 @@ def test_an_announced_version_that_does_not_come_leaves_nothing(
     assert time.perf_counter() - began < 0.2  # nobody waited until an engine gave up
     assert not transport.holds(first, server)
     snapshot, second = take_snapshot(model, dtype=torch.bfloat16), Policy(store.run_id, 1)
-    assert transport.announce(second, [server])
+    assert transport.announce(second, [server], lambda _: None)
     outcome = transport.deliver(second, snapshot, [server]).servers[server.url]
     assert outcome.error is None
     assert outcome.proof is not None
@@ -182,7 +182,7 @@ def test_an_old_plugin_is_not_called_before_the_payload_is_there(
     object.__setattr__(plugin, "capabilities", plugin.capabilities - {"announced"})
     transport = DirectTransport(store, AdapterSpec.from_model(peft_model(tiny_model)))
     transport.open([server])
-    assert not transport.announce(Policy(store.run_id, 0), [server])
+    assert not transport.announce(Policy(store.run_id, 0), [server], lambda _: None)
     transport.close([server])
 
 

@@ -98,7 +98,7 @@ class Carrier:
     kind = "adapter"
     name = "filesystem"
 
-    def announce(self, policy: Policy, servers: Sequence[Server]) -> bool:
+    def announce(self, policy: Policy, servers: Sequence[Server], check: Any) -> bool:
         return False
 
     def deliver(self, policy: Policy, snapshot: Any, servers: Sequence[Server]) -> Delivery:
@@ -263,13 +263,13 @@ def test_what_was_announced_and_does_not_come_is_taken_back(called: bool, monkey
     run = Run(2, "fail")
     withdrawn: list[Policy] = []
     carrier: Any = run.fleet.transport
-    monkeypatch.setattr(carrier, "announce", lambda policy, servers: called)
+    monkeypatch.setattr(carrier, "announce", lambda policy, servers, check: called)
     monkeypatch.setattr(carrier, "withdraw", lambda policy, servers: withdrawn.append(policy) or {})
     policy = Policy("run", 7)
-    with pytest.raises(ZeroDivisionError), run.fleet.announced(policy, PROVER):
+    with pytest.raises(ZeroDivisionError), run.fleet.announced(policy, PROVER, lambda: None):
         _ = 1 / 0
     assert withdrawn == ([policy] if called else [])
-    with run.fleet.announced(policy, PROVER):
+    with run.fleet.announced(policy, PROVER, lambda: None):
         pass
     assert len(withdrawn) == called
 
@@ -279,12 +279,12 @@ def test_nobody_is_called_ahead_while_a_server_is_set_aside(monkeypatch: pytest.
     run = Run(2, "quarantine")
     carrier: Any = run.fleet.transport
     calls: list[Policy] = []
-    monkeypatch.setattr(carrier, "announce", lambda policy, servers: calls.append(policy) or True)
+    monkeypatch.setattr(carrier, "announce", lambda policy, servers, check: calls.append(policy) or True)
     policy = Policy("run", 0)
-    with run.fleet.announced(policy, PROVER):
+    with run.fleet.announced(policy, PROVER, lambda: None):
         pass
     run.fleet._roster.set_aside("http://s1", "it failed")
-    with run.fleet.announced(policy, PROVER):
+    with run.fleet.announced(policy, PROVER, lambda: None):
         pass
     assert calls == [policy]
 

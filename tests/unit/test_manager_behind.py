@@ -37,8 +37,8 @@ class Fleet:
         self.failing: set[int] = set()
         self.closed = False
 
-    def announced(self, *_: Any) -> AbstractContextManager[None]:
-        return nullcontext()
+    def announced(self, *_: Any) -> AbstractContextManager[bool]:
+        return nullcontext(False)
 
     def move(self, policy: Policy, snapshot: Any, *_: Any, **__: Any) -> Outcome:
         self.gate.wait(30)
