@@ -25,6 +25,7 @@ from loraflow.server import HTTPFailure, VLLMServer
 from loraflow.transports.base import Delivered, Delivery
 from loraflow.transports.groups import GlooGroup, Group, IpcGroup, NcclGroup, address_towards, require_own
 from loraflow.transports.link import PRISTINE, Link
+from loraflow.transports.merging import Merging
 from loraflow.transports.pipeline import send
 from loraflow.transports.requirements import check_alignment, check_server, common_dtype
 from loraflow.transports.weight_digest import WeightDigest, WeightLayout
@@ -90,6 +91,7 @@ class BroadcastTransport:
         self._model = model
         self._config = config
         self._source: MergeSource | None = None
+        self._merging: Merging  # since `open`
         self._states: dict[str, _State] = {}
         self._digest: tuple[list[WeightLayout], WeightDigest] | None = None
         self._places: dict[str, int] = {}  # each server's, from the first port on; kept when it is connected anew
@@ -111,6 +113,9 @@ class BroadcastTransport:
             dtype=common_dtype(servers),
             dequantize_base=self._config.dequantize_base,
             measure_every=_MEASURED,
+        )
+        self._merging = Merging(
+            self._source, self._device, bucket_bytes=self._config.bucket_bytes, capped=self.name == "ipc"
         )
         self.touched_tensors = with_siblings(self._source.changed, self._source.weights)
         if self.name != "gloo":
@@ -267,26 +272,22 @@ class BroadcastTransport:
         What fails on this side (the merge itself) leaves no server behind: each is brought back, then it is raised; an
         interrupt (Ctrl-C) at once.
         """
-        source = self._opened()
-        wanted = tuple(names)
-        tensors = source.announce(wanted)
-        if served.snapshot is None:
-            stream = source.pristine(wanted, rounded=False)
-        else:
-            stream = source.merged(served.snapshot, wanted, rounded=False)
+        self._opened()
+        merge = self._merging.begin(served.snapshot, tuple(names))
         layouts = {link.server.url: layout for link in links if (layout := self._states[link.server.url].layout)}
         digest = self._digest_for(list(layouts.values()))
-        errors = _each(links, lambda link: link.begin(served.version, tensors))
+        errors = _each(links, lambda link: link.begin(served.version, merge.tensors))
         live = [link for link in links if link.server.url not in errors]
         try:
             phases = send(
                 live,
-                tensors,
-                stream,
+                merge.tensors,
+                merge.stream,
                 errors,
                 bucket_bytes=self._config.bucket_bytes,
                 capped=self.name == "ipc",
-                seen=None if digest is None else digest.see,
+                seen=None if digest is None else digest.see_all,
+                grouped=merge.grouped,
             )
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold sends under way, and so the group's sockets open

@@ -106,6 +106,11 @@ class WeightDigest:
             matrix = tensor if tensor.dim() == 2 else tensor.view(-1, 1)
             self._stream.take(index, rect.of(matrix).to(dtype))
 
+    def see_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take in several."""
+        for name, tensor in tensors:
+            self.see(name, tensor)
+
     def wrong(self, layout: WeightLayout, served: Sequence[Sequence[Sequence[int]]]) -> list[str]:
         """What of ``served`` (by engine, rank and piece) is not what travelled; empty where all is."""
         if self._sums is None:
