@@ -289,6 +289,8 @@ class BroadcastTransport:
                 seen=None if digest is None else digest.see_all,
                 grouped=merge.grouped,
             )
+            if digest is not None:
+                digest.settle()  # while the servers load the last bucket
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold sends under way, and so the group's sockets open
             for link in live:

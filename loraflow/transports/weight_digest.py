@@ -102,19 +102,30 @@ class WeightDigest:
 
     def see(self, name: str, tensor: Tensor) -> None:
         """Take in a tensor as it travels; queued on a GPU."""
-        for index, (rect, dtype) in self._of.get(name, ()):
-            matrix = tensor if tensor.dim() == 2 else tensor.view(-1, 1)
-            self._stream.take(index, rect.of(matrix).to(dtype))
+        self.see_all([(name, tensor)])
 
     def see_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take in several."""
+        """Take in several at once."""
+        found: list[tuple[int, Tensor]] = []
         for name, tensor in tensors:
-            self.see(name, tensor)
+            matrix = tensor if tensor.dim() == 2 else tensor.view(-1, 1)
+            for index, (rect, dtype) in self._of.get(name, ()):
+                piece = rect.of(matrix)
+                if piece.dtype != dtype:
+                    self._stream.take(index, piece.to(dtype))  # one copy at a time
+                else:
+                    found.append((index, piece))
+        self._stream.take_all([index for index, _ in found], [piece for _, piece in found])
+
+    def settle(self) -> None:
+        """Work out the checksums of what has travelled; waits for the device."""
+        self._sums = self._stream.finish()
 
     def wrong(self, layout: WeightLayout, served: Sequence[Sequence[Sequence[int]]]) -> list[str]:
         """What of ``served`` (by engine, rank and piece) is not what travelled; empty where all is."""
         if self._sums is None:
-            self._sums = self._stream.finish()
+            self.settle()
+        assert self._sums is not None  # noqa: S101 - settled
         if len(served) != layout.engines:
             return [f"{len(served)} engines answered, {layout.engines} expected"]
         found = []
