@@ -1,9 +1,11 @@
-"""Pack a stream of weights into buckets and send them to several servers; while one is under way the next is filled."""
+"""Pack a stream of weights into buckets and send them to several servers; while one is under way the next is filled.
+
+The first ones are filled while the servers are being told."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -54,13 +56,14 @@ def send(
     capped: bool = False,
     seen: Callable[[Sequence[tuple[str, Tensor]]], None] | None = None,
     grouped: Grouped | None = None,
+    begun: Callable[[], Mapping[str, Exception]] | None = None,
 ) -> dict[str, float]:
     """Send what ``stream`` yields to every link that has no error yet.
 
     Memory: the carrier's number of buckets, and what the stream holds for one tensor.
 
     Args:
-        links: Servers that have been told what comes.
+        links: Servers that have been told what comes, or are being told.
         tensors: What comes, in order.
         stream: Yields exactly that; but for what ``grouped`` writes.
         errors: By URL; a link that fails is entered here, and left out from then on.
@@ -68,11 +71,16 @@ def send(
         capped: See `plan_buckets`; a tensor larger than a bucket makes the bucket larger.
         seen: Given the tensors of each bucket as they lie there, before it leaves.
         grouped: Writes some of the tensors of a bucket by itself.
+        begun: Waits until the servers have been told, and gives the errors of those that could not be. Meanwhile the
+            first buckets are filled, where every link has its group already.
 
     Returns:
         Milliseconds spent on ``merge`` (the stream, and packing) and on waiting for the ``broadcast``.
     """
-    groups = [link.group for link in links if link.group is not None]
+    early = begun is not None and all(link.group is not None for link in links)
+    if begun is not None and not early:
+        errors.update(begun())
+    groups = [link.group for link in links if link.group is not None and link.server.url not in errors]
     if not groups:
         return {}
     buckets = buckets_of(tensors, bucket_bytes, capped=capped)
@@ -81,6 +89,16 @@ def send(
     buffers = [torch.empty(size, dtype=torch.uint8, device=groups[0].device) for _ in range(count)]
     under_way: list[list[tuple[Link, Pending]]] = [[] for _ in buffers]
     spent = {"merge": 0.0, "broadcast": 0.0}
+
+    def pack(number: int) -> None:
+        begin = time.perf_counter()
+        _pack(buffers[number % count], buckets[number], stream, grouped, seen)
+        spent["merge"] += (time.perf_counter() - begin) * 1e3
+
+    if begun is not None and early:
+        for number in range(count):
+            pack(number)
+        errors.update(begun())
     for number, bucket in enumerate(buckets):
         slot = number % count
         begin = time.perf_counter()
@@ -88,10 +106,10 @@ def send(
         if all(link.server.url in errors for link in links):
             break  # nobody listens any more
         free = time.perf_counter()
-        _pack(buffers[slot], bucket, stream, grouped, seen)
+        if not early or number >= count:
+            pack(number)
         filled = time.perf_counter()
         under_way[slot] = _start(links, buffers[slot], bucket, errors)
-        spent["merge"] += (filled - free) * 1e3
         spent["broadcast"] += (free - begin + time.perf_counter() - filled) * 1e3
     begin = time.perf_counter()
     for number in range(len(buckets), len(buckets) + count):  # oldest first
