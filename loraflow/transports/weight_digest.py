@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,11 +143,17 @@ class WeightDigest:
                 found += [f"{name} ({where})" for name, right, given in pairs if right != given]
         return found
 
-    def require(self, server: VLLMServer, layout: WeightLayout) -> None:
-        """Raise `LoadError` where ``server`` holds something else than what travelled."""
-        served = PluginClient(server.request).weights_sums(layout.layout_id, timeout=server.load_timeout)
-        wrong = self.wrong(layout, served)
+    def require(self, server: VLLMServer, layout: WeightLayout) -> str | None:
+        """Raise `LoadError` where ``server`` holds something else than what travelled.
+
+        Returns:
+            The name that its weights have then; None where it does not say.
+        """
+        client = PluginClient(partial(server.request, kept=True))
+        served = client.weights_sums(layout.layout_id, timeout=server.load_timeout)
+        wrong = self.wrong(layout, served.engines)
         if wrong:
             raise LoadError(
                 f"{len(wrong)} weights are not those that were sent: {', '.join(wrong[:_SHOWN])}", server=server.url
             )
+        return served.version
