@@ -163,6 +163,7 @@ class EngineServer(VLLMServer):
         headers: Mapping[str, str] | None = None,  # noqa: ARG002
         timeout: float | None = None,  # noqa: ARG002 - a call of this process cannot be left
         retry: bool = False,  # noqa: ARG002
+        kept: bool = False,  # noqa: ARG002
     ) -> Any:
         """See `VLLMServer.request`; answered by the engine."""
         with self._lock:

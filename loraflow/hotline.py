@@ -10,6 +10,7 @@ import http.client
 import select
 import socket
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from json import loads
 from typing import Any, Self, TypeAlias
@@ -86,6 +87,7 @@ class Hotline:
         self._host, self._port = parts.hostname or "", parts.port or http.client.HTTP_PORT
         self._prefix = parts.path.rstrip("/")
         self._idle: list[_Connection] = []
+        weakref.finalize(self, _close, self._idle)
 
     @staticmethod
     def serves(url: str) -> bool:
@@ -137,8 +139,7 @@ class Hotline:
 
     def close(self) -> None:
         """Close what is kept."""
-        while self._idle:
-            self._idle.pop().close()
+        _close(self._idle)
 
     def _send(self, connection: _Connection, path: str, body: Body, headers: Mapping[str, str]) -> None:
         try:
@@ -163,8 +164,8 @@ class Hotline:
         except BaseException:
             connection.close()
             raise
-        if response.will_close:
-            connection.close()
+        if response.will_close or response.status >= requests.codes.bad:
+            connection.close()  # after an error of a route uvicorn may drop the connection without a word
         else:
             connection.used = time.monotonic()
             self._idle.append(connection)
@@ -181,3 +182,8 @@ class Hotline:
         connection = _Connection(self._host, self._port)
         connection.sock = _Bounded.connected(self._host, self._port, deadline)
         return connection
+
+
+def _close(idle: list[_Connection]) -> None:
+    while idle:
+        idle.pop().close()

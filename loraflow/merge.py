@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from loraflow.capture import active_adapter, find_peft_model
 from loraflow.errors import AdapterError
-from loraflow.merge_model import BaseTensor, read_model
-from loraflow.merge_rules import same_update
+from loraflow.merge_model import BaseTensor, Unit, read_model
+from loraflow.merge_rules import LinearDelta, same_update
 from loraflow.problems import Problem
 from loraflow_server.precision import true_float32
 
 if TYPE_CHECKING:
     from loraflow.adapter import AdapterSnapshot
 
-__all__ = ["MergeSource", "WireTensor"]
+__all__ = ["MergeSource", "PlainWeight", "WireTensor"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,31 @@ class WireTensor:
         return str(self.dtype).removeprefix("torch.")
 
 
+@dataclass(frozen=True)
+class PlainWeight:
+    """A weight that is ``W + s · B · A`` and nothing else, and travels as the base keeps it.
+
+    Attributes:
+        source: The base tensor; not quantised, not trained itself.
+        rule: Its update.
+        keys: Names of ``A`` and ``B`` in the snapshot, by role.
+    """
+
+    source: BaseTensor
+    rule: LinearDelta
+    keys: Mapping[str, str]
+
+
+def _plain_weights(units: Iterable[Unit]) -> Iterator[tuple[str, PlainWeight]]:
+    for unit in units:
+        source = unit.sources[0]
+        own = unit.convert is dict and len(unit.sources) == len(unit.outputs) == 1
+        if own and len(source.updates) == 1 and source.initial is None and not source.quantised:
+            rule, keys = source.updates[0].rule, source.updates[0].keys
+            if isinstance(rule, LinearDelta) and keys.keys() == {"A", "B"}:
+                yield next(iter(unit.outputs)), PlainWeight(source, rule, keys)
+
+
 @dataclass
 class _Rounding:
     """Squared norms, summed over the tensors of one pass, kept on the device until they are asked for."""
@@ -75,6 +100,7 @@ class MergeSource:
     Attributes:
         weights: Every weight by checkpoint name, in the model's order.
         changed: Names that a snapshot of this adapter can change, in the model's order.
+        plain: Those that can be merged in other ways than by `merged`: see `loraflow.transports.grouped`.
 
     Args:
         model: The trainer's model; wrappers around the PEFT model are looked through.
@@ -105,6 +131,7 @@ class MergeSource:
         self.changed: tuple[str, ...] = tuple(
             name for unit in layout.units if any(s.updates for s in unit.sources) for name in unit.outputs
         )
+        self.plain: Mapping[str, PlainWeight] = dict(_plain_weights(layout.units))
 
     def announce(self, names: Iterable[str]) -> list[WireTensor]:
         """What `merged` and `pristine` yield for ``names``, in the order in which they yield it."""
@@ -149,6 +176,20 @@ class MergeSource:
         ``W + Δ`` is the float32 result; on a float32 wire nothing is rounded after it, and this is 0.
         """
         return self._rounding.relative()
+
+    def measured(self, errors: Tensor, updates: Tensor) -> None:
+        """Count weights of the last `merged` pass that were merged elsewhere in `rounding_error`: every so manieth.
+
+        Args:
+            errors: ``‖round(W + Δ) − (W + Δ)‖²`` of each; float32, shape (n,).
+            updates: ``‖Δ‖²`` of each.
+        """
+        every = self._measure_every
+        if every > 0:
+            first = -(self._merges + 1) % every
+            self._rounding.error.append(errors[first::every].sum())
+            self._rounding.update.append(updates[first::every].sum())
+        self._merges += len(errors)
 
     def _require_unmerged(self) -> None:
         """The base is read from the trainer's weights: with an adapter inside, it would be served twice."""

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FoldLayout",
+    "Held",
     "LoadedAdapter",
     "PluginClient",
     "Request",
     "ServedDigest",
+    "ServedSums",
     "begin_direct",
     "begin_fold",
     "begin_upload",
@@ -94,6 +96,34 @@ class ServedDigest:
             worker_ms=float(answer["phases_ms"]["worker"]),
             call_ms=float(answer["phases_ms"].get("call", 0.0)),
         )
+
+
+@dataclass(frozen=True)
+class ServedSums:
+    """What a server holds of a layout's weights.
+
+    Attributes:
+        engines: Checksums by engine, rank and piece; mod 2**64.
+        version: The name of the weights; None where the server does not say.
+    """
+
+    engines: Sequence[Sequence[Sequence[int]]]
+    version: str | None
+
+
+@dataclass(frozen=True)
+class Held:
+    """A server whose requests wait.
+
+    Attributes:
+        was: The name of its weights before.
+        paused_here: False where somebody else had paused it.
+        adapters: Names of adapters that requests may use.
+    """
+
+    was: str
+    paused_here: bool
+    adapters: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -246,11 +276,18 @@ class PluginClient:
         answer: dict[str, Any] = self._request("POST", f"{_ROOT}/weights/layout", json=body, timeout=timeout)
         return answer
 
-    def weights_sums(self, layout_id: str, *, timeout: float | None = None) -> list[list[list[int]]]:
-        """Checksum of each piece of them as served now, by engine, rank and piece; mod 2**64."""
+    def weights_sums(self, layout_id: str, *, timeout: float | None = None) -> ServedSums:
+        """Checksum of each piece of them as served now."""
         body = {"layout_id": layout_id}
         answer = self._request("POST", f"{_ROOT}/weights/sums", json=body, timeout=timeout, retry=True)
-        return [[[int(total) for total in rank] for rank in ranks] for ranks in answer["engines"]]
+        engines = [[[int(total) for total in rank] for rank in ranks] for ranks in answer["engines"]]
+        return ServedSums(engines, answer.get("weight_version"))
+
+    @_understood
+    def hold(self, label: str, *, timeout: float | None = None) -> Held:
+        """Name the weights ``label``, then let no step run until `resume`."""
+        answer = self._request("POST", f"{_ROOT}/hold", json={"label": label}, timeout=timeout)
+        return Held(str(answer["was"]), bool(answer["paused_here"]), tuple(map(str, answer["adapters"])))
 
     def pause(self) -> bool:
         """Let no step run until `resume`; False where somebody else has paused the server."""

@@ -86,6 +86,7 @@ class VLLMServer:
         headers: Mapping[str, str] | None = None,
         timeout: float | None = None,
         retry: bool = False,
+        kept: bool = False,
     ) -> Any:
         """One call; the parsed JSON body, or the text where it is none.
 
@@ -98,6 +99,7 @@ class VLLMServer:
             headers: More headers.
             timeout: Seconds for the whole answer; the client's ``request_timeout`` where not given.
             retry: Repeat on broken connections. Only for calls that change nothing.
+            kept: For a POST of ``json`` and nothing else: over the connection of `begin`, which is quicker.
 
         Raises:
             Unreachable: No answer.
@@ -113,8 +115,10 @@ class VLLMServer:
             ):
                 with attempt:
                     return self.request(
-                        method, path, json=json, params=params, data=data, headers=headers, timeout=timeout
+                        method, path, json=json, params=params, data=data, headers=headers, timeout=timeout, kept=kept
                     )
+        if kept:
+            return self.begin(path, json=json, timeout=timeout)()
         limit = timeout or self.request_timeout
         sent = {**(headers or {}), **self._authorization(path)}
         try:
@@ -157,7 +161,7 @@ class VLLMServer:
         if not Hotline.serves(self.url):
             data = None if body is None else b"".join(body)
             return lambda: self.request("POST", path, json=json, data=data, headers=kind, timeout=limit)
-        parts = [dumps(json).encode()] if body is None else body
+        parts = body or [b"" if json is None else dumps(json).encode()]
         sent = {"Content-Type": "application/json", **kind, **self._authorization(path)}
         return self._hotline.begin(path, parts, sent, limit)
 

@@ -1,15 +1,21 @@
-"""`Task`: one blocking call beside the caller, which can be given up on."""
+"""`Task`: one blocking call beside the caller, which can be given up on; `each`: one for every server."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from loraflow.errors import LoraflowError
+
+if TYPE_CHECKING:
+    from loraflow.transports.link import Link
 
 T = TypeVar("T")
 
-__all__ = ["Awaited", "Task", "wait_until"]
+__all__ = ["Awaited", "Task", "each", "wait_until"]
 
 
 class Task(Generic[T]):
@@ -70,3 +76,20 @@ def wait_until(ready: Callable[[], bool], deadline: float) -> bool:
         time.sleep(pause)
         pause = min(pause * 1.5, 0.001)
     return True
+
+
+def each(links: Sequence[Link], work: Callable[[Link], object]) -> dict[str, Exception]:
+    """Run ``work`` for all links at the same time; errors by URL."""
+    if not links:
+        return {}
+
+    def guarded(link: Link) -> Exception | None:
+        try:
+            work(link)
+        except LoraflowError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(links)) as pool:
+        outcomes = list(pool.map(guarded, links))
+    return {link.server.url: error for link, error in zip(links, outcomes, strict=True) if error is not None}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -22,9 +22,11 @@ from loraflow.merge import MergeSource
 from loraflow.policy import Policy
 from loraflow.records import Proof
 from loraflow.server import HTTPFailure, VLLMServer
+from loraflow.transports.background import Task, each
 from loraflow.transports.base import Delivered, Delivery
 from loraflow.transports.groups import GlooGroup, Group, IpcGroup, NcclGroup, address_towards, require_own
 from loraflow.transports.link import PRISTINE, Link
+from loraflow.transports.merging import Merging
 from loraflow.transports.pipeline import send
 from loraflow.transports.requirements import check_alignment, check_server, common_dtype
 from loraflow.transports.weight_digest import WeightDigest, WeightLayout
@@ -90,6 +92,7 @@ class BroadcastTransport:
         self._model = model
         self._config = config
         self._source: MergeSource | None = None
+        self._merging: Merging  # since `open`
         self._states: dict[str, _State] = {}
         self._digest: tuple[list[WeightLayout], WeightDigest] | None = None
         self._places: dict[str, int] = {}  # each server's, from the first port on; kept when it is connected anew
@@ -112,11 +115,14 @@ class BroadcastTransport:
             dequantize_base=self._config.dequantize_base,
             measure_every=_MEASURED,
         )
+        self._merging = Merging(
+            self._source, self._device, bucket_bytes=self._config.bucket_bytes, capped=self.name == "ipc"
+        )
         self.touched_tensors = with_siblings(self._source.changed, self._source.weights)
         if self.name != "gloo":
             check_alignment(plan_buckets(self._source.announce(self._source.weights), self._config.bucket_bytes))
         self._states = {server.url: _State(self._link(server)) for server in servers}
-        self._raise_first(_each(self._links(servers), Link.connect))
+        self._raise_first(each(self._links(servers), Link.connect))
         for server in servers:
             self._states[server.url].layout = self._agree(server)
         left = [link for link in self._links(servers) if link.take_over()]
@@ -194,7 +200,7 @@ class BroadcastTransport:
         check_server(server, self.name)
         state = self._states[server.url] = _State(self._link(server))
         state.link.unsettled = True  # until it has the version, whatever it has now
-        self._raise_first(_each([state.link], Link.connect))
+        self._raise_first(each([state.link], Link.connect))
         state.layout = self._agree(server)
         served = _Served(policy, snapshot)
         # Weights that are not the checkpoint's are another run's, or half of an update: then all of them travel.
@@ -232,7 +238,7 @@ class BroadcastTransport:
                 self.restore(touched)
             self.prove_untouched(touched, everything=True)
         finally:
-            errors = _each(self._links(mine), Link.disconnect)
+            errors = each(self._links(mine), Link.disconnect)
             for state in self._states.values():
                 state.link.close_group()
             self._states.clear()
@@ -276,42 +282,43 @@ class BroadcastTransport:
         What fails on this side (the merge itself) leaves no server behind: each is brought back, then it is raised; an
         interrupt (Ctrl-C) at once.
         """
-        source = self._opened()
-        wanted = tuple(names)
-        tensors = source.announce(wanted)
-        if served.snapshot is None:
-            stream = source.pristine(wanted, rounded=False)
-        else:
-            stream = source.merged(served.snapshot, wanted, rounded=False)
+        self._opened()
+        merge = self._merging.begin(served.snapshot, tuple(names))
         layouts = {link.server.url: layout for link in links if (layout := self._states[link.server.url].layout)}
         digest = self._digest_for(list(layouts.values()))
-        errors = _each(links, lambda link: link.begin(served.version, tensors))
-        live = [link for link in links if link.server.url not in errors]
+        errors: dict[str, Exception] = {}
+        begins = Task(lambda: each(links, lambda link: link.begin(served.version, merge.tensors)), name="begin")
         try:
             phases = send(
-                live,
-                tensors,
-                stream,
+                links,
+                merge.tensors,
+                merge.stream,
                 errors,
                 bucket_bytes=self._config.bucket_bytes,
                 capped=self.name == "ipc",
-                seen=None if digest is None else digest.see,
+                seen=None if digest is None else digest.see_all,
+                grouped=merge.grouped,
+                begun=lambda: begins.result(threading.TIMEOUT_MAX),  # every call of it has its limit
             )
+            if digest is not None:
+                digest.settle()  # while the servers load the last bucket
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold sends under way, and so the group's sockets open
+            unbegun = _begun(begins)
+            live = [link for link in links if link.server.url not in unbegun]
             for link in live:
                 link.abandon()
             for link in live if repair and isinstance(error, Exception) else ():
                 self._repair(self._states[link.server.url], LoadError("the merge failed", server=link.server.url))
             raise
-        live = [link for link in live if link.server.url not in errors]
+        live = [link for link in links if link.server.url not in errors]
 
         def finish(link: Link) -> None:
             layout = layouts.get(link.server.url)
             proof = partial(digest.require, link.server, layout) if digest is not None and layout is not None else None
             link.finish(served.version, proof)
 
-        errors |= _each(live, finish)
+        errors |= each(live, finish)
         for link in links:
             if link.server.url in errors:
                 link.abandon()
@@ -406,18 +413,9 @@ class BroadcastTransport:
             raise error
 
 
-def _each(links: Sequence[Link], work: Callable[[Link], object]) -> dict[str, Exception]:
-    """Run ``work`` for all links at the same time; errors by URL."""
-    if not links:
+def _begun(begins: Task[dict[str, Exception]]) -> Mapping[str, Exception]:
+    """Wait until servers have been told what comes, or could not be; errors by URL."""
+    try:
+        return begins.result(threading.TIMEOUT_MAX)
+    except Exception:  # noqa: BLE001 - it is what is being handled
         return {}
-
-    def guarded(link: Link) -> Exception | None:
-        try:
-            work(link)
-        except LoraflowError as error:
-            return error
-        return None
-
-    with ThreadPoolExecutor(len(links)) as pool:
-        outcomes = list(pool.map(guarded, links))
-    return {link.server.url: error for link, error in zip(links, outcomes, strict=True) if error is not None}

@@ -1,26 +1,30 @@
 """`Link`: one server's part in a merged update, from the handshake to the read-back, and the way out of a failure.
 
 The order of an update: mark the version as partial → pause (requests wait) → unload adapters (rule 8) → start →
-announce and receive → finish with the version → read it back → reset the prefix cache → resume. A server that fails
-stays paused, since its layers may lack weights, until `Link.connect` and a whole update have put it right.
+announce and receive → finish with the version → prove it and read it back → reset the prefix cache → resume. Where
+loraflow's plugin can, the first two are one call, the proof and the read-back another, and the last two a third. A
+server that fails stays paused, since its layers may lack weights, until `Link.connect` and a whole update have put it
+right.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from loraflow.errors import CapabilityError, LoadError, LoraflowError, SyncTimeout
+from loraflow.errors import LoadError, SyncTimeout
 from loraflow.merge import WireTensor
 from loraflow.plugin_client import PluginClient
 from loraflow.server import HTTPFailure, VLLMServer
 from loraflow.transports.background import Awaited, Task, wait_until
 from loraflow.transports.groups import Group, Pending
+from loraflow.transports.phases import in_phase
 from loraflow.transports.wire import Bucket, init_info, start_body, update_info
 
 __all__ = ["PRISTINE", "Link"]
@@ -31,6 +35,7 @@ PRISTINE = "default"
 _PARTIAL = ".partial"
 _ASLEEP = re.compile(r'engine_sleep_state\{[^}]*sleep_state="(weights_offloaded|discard_all)"[^}]*\} 1')
 _ONE_CALL = {"Connection": "close"}  # after an error in these routes uvicorn drops the connection without a word
+_QUICK = frozenset({"/start_weight_update", "/finish_weight_update"})  # requests wait; `Hotline` knows of that, too
 _REASON = 2.0  # seconds that a server has to say why it dropped the connection
 
 
@@ -70,7 +75,6 @@ class Link:
         self._make_group = make_group
         self._bucket_bytes = bucket_bytes
         self._timeout = timeout
-        self._phase = "connect"
         self._update: Task[Any] | None = None
         self._paused_here = False
         self._labelled = PRISTINE
@@ -172,18 +176,16 @@ class Link:
         self._update = None
         self.unsettled = True  # until requests are let in again
         with self._in_phase("pause"):
-            was = self.version()
-            self._label(version + _PARTIAL)  # first of all: whoever finds it later knows what to expect
-            self._pause(was)
+            adapters = self._hold(version + _PARTIAL)
         with self._in_phase("unload"):
-            for model in self.server.models():
-                if model.parent is not None:
-                    self.server.unload_adapter(model.id)
+            if adapters is None:
+                adapters = [model.id for model in self.server.models() if model.parent is not None]
+            for name in adapters:
+                self.server.unload_adapter(name)
         group = self.group or self.connect()
         self.broken = True  # until `finish` has succeeded
         with self._in_phase("start"):
             self._post("/start_weight_update", start_body(self.server.info.version))
-        self._phase = "broadcast"
         self._started = time.perf_counter()
         if self._carrier != "ipc":
             body = update_info(self._carrier, self.server.info.version, tensors, bucket_bytes=self._bucket_bytes)
@@ -226,12 +228,13 @@ class Link:
             if not ended:
                 raise SyncTimeout(f"a bucket was not taken within {self._timeout:g} s", server=self.server.url)
 
-    def finish(self, version: str, prove: Callable[[], None] | None = None) -> None:
+    def finish(self, version: str, prove: Callable[[], str | None] | None = None) -> None:
         """End the update as ``version``, and let requests in again.
 
         Args:
             version: Label of the weights from now on.
-            prove: Raises where the server holds something else; asked before requests are let in.
+            prove: Raises where the server holds something else; asked before requests are let in. It gives the label
+                that it found, where it was told.
         """
         with self._in_phase("broadcast"):
             if self._update is not None:
@@ -252,14 +255,11 @@ class Link:
             if self.group is not None:
                 self.group.confirm("finished", self._timeout)
             self._labelled = label
-            found = self.version()
-            if found != label:
-                raise LoadError(
-                    "the weight version reads back differently", server=self.server.url, expected=label, found=found
-                )
+            if prove is None:
+                self._require_label(label, None)
         if prove is not None:
             with self._in_phase("digest"):
-                prove()
+                self._require_label(label, prove())
         if not (self._by_plugin and self._paused_here):  # the plugin's resume empties the caches itself
             with self._in_phase("cache"):
                 self.server.reset_prefix_cache()
@@ -297,6 +297,14 @@ class Link:
         answer = self.server.request("POST", "/weight_checker", json={"action": "checksum"}, timeout=self._timeout)
         return dict(answer["checksums"])
 
+    def _require_label(self, label: str, found: str | None) -> None:
+        """Raise where the weights are labelled otherwise; read back where nobody has (``found``)."""
+        found = self.version() if found is None else found
+        if found != label:
+            raise LoadError(
+                "the weight version reads back differently", server=self.server.url, expected=label, found=found
+            )
+
     def _label(self, version: str) -> None:
         self._labelled = version
         self._post("/update_weight_version", {"new_version": version}, optional=True)
@@ -304,32 +312,54 @@ class Link:
     @property
     def _by_plugin(self) -> bool:
         """Whether loraflow's plugin pauses and resumes: vLLM's own route sleeps 20 ms, and empties the caches twice."""
+        return self._can("pause")
+
+    def _can(self, capability: str) -> bool:
+        """Whether loraflow's plugin is there, and says so of itself."""
         plugin = self.server.info.plugin
-        return plugin is not None and "pause" in plugin.capabilities
+        return plugin is not None and capability in plugin.capabilities
+
+    @property
+    def _plugin(self) -> PluginClient:
+        return PluginClient(partial(self.server.request, kept=True))
 
     def _resume(self) -> None:
         if self._paused_here and self._by_plugin:
-            PluginClient(self.server.request).resume()
+            self._plugin.resume()
         elif self._paused_here:
             self._post("/resume")
         self._paused_here = False
 
-    def _pause(self, label: str) -> None:
-        """Hold requests. Where somebody else, we do not know who, has paused the server, it stays so afterwards.
+    def _hold(self, label: str) -> Sequence[str] | None:
+        """Label the weights, first of all: whoever finds them later knows what to expect; and hold requests.
 
-        Weights that are offloaded or dropped cannot be written: nothing is changed then, nor the weights' ``label``.
+        Where somebody else, we do not know who, has paused the server, it stays so afterwards. Weights that are
+        offloaded or dropped cannot be written: nothing is changed then, nor the weights' label.
+
+        Returns:
+            The names of adapters that requests may use; None where they must be asked for.
         """
-        mine, self._paused_here = self._paused_here, True  # an answer that is lost leaves it so
-        self._paused_here = self._ask_to_pause() or mine
-        if not self._paused_here and self._is_asleep():
+        mine, adapters = self._paused_here, None
+        if self._can("hold"):  # all of it in one call
+            self._labelled, self._paused_here = label, True  # an answer that is lost leaves it so
+            held = self._plugin.hold(label, timeout=self._timeout)
+            was, paused, adapters = held.was, held.paused_here, held.adapters
+        else:
+            was = self.version()
             self._label(label)
+            self._paused_here = True
+            paused = self._ask_to_pause()
+        self._paused_here = paused or mine
+        if not self._paused_here and self._is_asleep():
+            self._label(was)
             self.unsettled = self.broken
             raise LoadError("the server sleeps", server=self.server.url, hint="POST /wake_up before the sync")
+        return adapters
 
     def _ask_to_pause(self) -> bool:
         """Whether this has paused the server; False where it was paused already."""
         if self._by_plugin:
-            return PluginClient(self.server.request).pause()
+            return self._plugin.pause()
         if self._is_paused():
             return False
         self.server.request("POST", "/pause", params={"mode": "keep"})
@@ -354,44 +384,14 @@ class Link:
         refused: bool = False,
     ) -> Any:
         """One call. ``optional``: a server without the route will do; ``refused``: so will one that says no."""
+        how: dict[str, Any] = {"kept": True} if path in _QUICK else {"headers": _ONE_CALL}
         try:
-            return self.server.request("POST", path, json=body, headers=_ONE_CALL, timeout=timeout or self._timeout)
+            return self.server.request("POST", path, json=body, timeout=timeout or self._timeout, **how)
         except HTTPFailure as error:
             missing = error.status in {404, 405}
             if (optional and missing) or (refused and not missing):
                 return None
             raise
 
-    @contextmanager
-    def _in_phase(self, phase: str) -> Iterator[None]:
-        """Time a phase, and name it in whatever fails in it."""
-        self._phase = phase
-        begin = time.perf_counter()
-        try:
-            yield
-        except (CapabilityError, SyncTimeout) as error:
-            error.message = f"merged update, phase {phase!r}: {error.message}"
-            raise
-        except LoraflowError as error:
-            hint = error.hint or _hint(str(error))
-            raise LoadError(
-                f"merged update, phase {phase!r}: {error.message}", server=self.server.url, hint=hint
-            ) from error
-        except RuntimeError as error:  # what torch raises for gloo and NCCL
-            kind = SyncTimeout if "timed out" in str(error).lower() else LoadError
-            raise kind(
-                f"merged update, phase {phase!r}: {error}", server=self.server.url, hint=_hint(str(error))
-            ) from error
-        finally:
-            self.phases_ms[phase] = self.phases_ms.get(phase, 0.0) + (time.perf_counter() - begin) * 1e3
-
-
-def _hint(text: str) -> str | None:
-    lowered = text.lower()
-    if "duplicate gpu" in lowered:
-        return "trainer and server share a GPU: use carrier='ipc', and start the server with that backend"
-    if "vllm_allow_insecure_serialization" in lowered:
-        return "ipc handles travel pickled: start the server with VLLM_ALLOW_INSECURE_SERIALIZATION=1"
-    if "in use" in lowered:
-        return "set group_port to a free port, or leave it out"
-    return None
+    def _in_phase(self, phase: str) -> AbstractContextManager[None]:
+        return in_phase(phase, self.phases_ms, self.server.url)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,14 +103,30 @@ class WeightDigest:
 
     def see(self, name: str, tensor: Tensor) -> None:
         """Take in a tensor as it travels; queued on a GPU."""
-        for index, (rect, dtype) in self._of.get(name, ()):
+        self.see_all([(name, tensor)])
+
+    def see_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take in several at once."""
+        found: list[tuple[int, Tensor]] = []
+        for name, tensor in tensors:
             matrix = tensor if tensor.dim() == 2 else tensor.view(-1, 1)
-            self._stream.take(index, rect.of(matrix).to(dtype))
+            for index, (rect, dtype) in self._of.get(name, ()):
+                piece = rect.of(matrix)
+                if piece.dtype != dtype:
+                    self._stream.take(index, piece.to(dtype))  # one copy at a time
+                else:
+                    found.append((index, piece))
+        self._stream.take_all([index for index, _ in found], [piece for _, piece in found])
+
+    def settle(self) -> None:
+        """Work out the checksums of what has travelled; waits for the device."""
+        self._sums = self._stream.finish()
 
     def wrong(self, layout: WeightLayout, served: Sequence[Sequence[Sequence[int]]]) -> list[str]:
         """What of ``served`` (by engine, rank and piece) is not what travelled; empty where all is."""
         if self._sums is None:
-            self._sums = self._stream.finish()
+            self.settle()
+        assert self._sums is not None  # noqa: S101 - settled
         if len(served) != layout.engines:
             return [f"{len(served)} engines answered, {layout.engines} expected"]
         found = []
@@ -126,11 +143,17 @@ class WeightDigest:
                 found += [f"{name} ({where})" for name, right, given in pairs if right != given]
         return found
 
-    def require(self, server: VLLMServer, layout: WeightLayout) -> None:
-        """Raise `LoadError` where ``server`` holds something else than what travelled."""
-        served = PluginClient(server.request).weights_sums(layout.layout_id, timeout=server.load_timeout)
-        wrong = self.wrong(layout, served)
+    def require(self, server: VLLMServer, layout: WeightLayout) -> str | None:
+        """Raise `LoadError` where ``server`` holds something else than what travelled.
+
+        Returns:
+            The name that its weights have then; None where it does not say.
+        """
+        client = PluginClient(partial(server.request, kept=True))
+        served = client.weights_sums(layout.layout_id, timeout=server.load_timeout)
+        wrong = self.wrong(layout, served.engines)
         if wrong:
             raise LoadError(
                 f"{len(wrong)} weights are not those that were sent: {', '.join(wrong[:_SHOWN])}", server=server.url
             )
+        return served.version

@@ -21,6 +21,7 @@ __all__ = [
     "Slot",
     "fill",
     "init_info",
+    "place_of",
     "plan_buckets",
     "reload_groups",
     "start_body",
@@ -149,13 +150,17 @@ def fill(buffer: Tensor, slot: Slot, tensor: Tensor) -> Tensor:
     Returns:
         What travels, of the announced dtype and shape.
     """
-    part = buffer[slot.start : slot.start + slot.tensor.nbytes]
     if slot.start % slot.tensor.dtype.itemsize == 0:
-        place = part.view(slot.tensor.dtype).view(slot.tensor.shape)
-        return place.copy_(tensor, non_blocking=buffer.is_cuda)
+        return place_of(buffer, slot).copy_(tensor, non_blocking=buffer.is_cuda)
     made = tensor.to(slot.tensor.dtype)  # an unaligned place cannot be seen in another dtype than bytes
-    part.copy_(made.reshape(-1).view(torch.uint8))
+    buffer[slot.start : slot.start + slot.tensor.nbytes].copy_(made.reshape(-1).view(torch.uint8))
     return made
+
+
+def place_of(buffer: Tensor, slot: Slot) -> Tensor:
+    """An aligned tensor's place in ``buffer`` (uint8, 1-D), in the dtype and shape announced."""
+    part = buffer[slot.start : slot.start + slot.tensor.nbytes]
+    return part.view(slot.tensor.dtype).view(slot.tensor.shape)
 
 
 # ---------------------------------------------------------------- bodies

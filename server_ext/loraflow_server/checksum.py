@@ -10,18 +10,23 @@ any order. Odd weights are invertible mod 2**64, so a change inside a single wor
 never cancel; exchanged, shifted or several changed words go unseen with a probability of about 2**-32 or less. It
 proves delivery, not authenticity: an attacker who chooses the weights can forge it (content digests are blake3).
 
-This module is plain torch: the trainer imports it too.
+This module is plain torch, but for what `loraflow_server.grouped_sums` does of it on a GPU; the trainer imports it too.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from loraflow_server.grouped_sums import RowSums, RowTable
 
 __all__ = ["BLOCK", "Checksummer", "ImagePlan", "StreamSums", "byte_checksum", "checksums", "plan_image"]
 
@@ -29,6 +34,8 @@ BLOCK = 1024
 """32-bit words in one row of an image (4 KiB)."""
 
 _WORD_BYTES = 4
+
+logger = logging.getLogger("vllm.loraflow")
 
 
 def _signed(value: int) -> int:
@@ -55,6 +62,44 @@ def _odd_weights(start: int, count: int, device: torch.device) -> torch.Tensor:
 @lru_cache(maxsize=16)
 def _column_weights(device: torch.device) -> torch.Tensor:
     return _odd_weights(0, BLOCK, device)
+
+
+@lru_cache(maxsize=16)
+def _row_sums(device: torch.device) -> RowSums | None:
+    """What sums the rows of many tensors at once on ``device``; None where torch does it one by one."""
+    if device.type != "cuda":
+        return None
+    try:
+        from loraflow_server.grouped_sums import RowSums
+
+        made = RowSums(_column_weights(device))
+        if _tried_out(made, device):
+            return made
+        reason = "other sums than torch's"
+    except Exception as error:  # noqa: BLE001 - no Triton, no compiler for it, a GPU that it does not know
+        reason = f"{type(error).__name__}: {error}"
+    logger.warning("loraflow: checksums take launches for each weight, since grouped ones failed here: %s", reason)
+    return None
+
+
+def _tried_out(made: RowSums, device: torch.device) -> bool:
+    """Whether rows of random words, the last ones in part, have the sums that torch gives them; on and off a
+    boundary of 16 bytes."""
+    return all(_agrees(made, device, shift) for shift in (0, 1))
+
+
+def _agrees(made: RowSums, device: torch.device, shift: int) -> bool:
+    words = torch.randint(-(1 << 31), 1 << 31, (40 * BLOCK,), dtype=torch.int32, device=device)
+    starts = (0, 9 * BLOCK, 20 * BLOCK + 4 + shift)
+    counts = (9 * BLOCK, 11 * BLOCK - 8, 17 * BLOCK + 4 + shift)
+    found, wanted = (torch.zeros(9 + 11 + 18, dtype=torch.int64, device=device) for _ in range(2))
+    pointers = [words.data_ptr() + start * _WORD_BYTES for start in starts]
+    made.launch(made.table(pointers, [count * _WORD_BYTES for count in counts], (0, 9, 20)), found)
+    for start, count, row in zip(starts, counts, (0, 9, 20), strict=True):
+        rows = torch.zeros(-(-count // BLOCK) * BLOCK, dtype=torch.int32, device=device)
+        rows[:count] = words[start : start + count]
+        wanted[row : row + len(rows) // BLOCK] = (rows.view(-1, BLOCK) * _column_weights(device)).sum(dim=1)
+    return torch.equal(found, wanted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +202,8 @@ class StreamSums:
         self._owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows, dtype=torch.int64)).to(where)
         self._sums = torch.zeros(sum(rows), dtype=torch.int64, device=where)
         self._rest = torch.zeros(BLOCK * _WORD_BYTES, dtype=torch.uint8, device=where)
+        self._grouped = _row_sums(where)
+        self._tables: dict[tuple[int, ...], tuple[list[int], RowTable]] = {}
 
     def restart(self) -> None:
         """Forget what was taken in."""
@@ -178,6 +225,24 @@ class StreamSums:
         if whole < flat.numel():
             self._rest.zero_()[: flat.numel() - whole] = flat[whole:]
             self._sums[row] = (self._rest.view(torch.int32) * self._columns).sum()
+
+    def take_all(self, indices: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Take in the tensors of these numbers: on a GPU all that have no gaps in one launch, the others one by one."""
+        whole: list[tuple[int, int]] = []
+        for index, tensor in zip(indices, tensors, strict=True):
+            pointer = tensor.data_ptr()
+            fits = tensor.numel() * tensor.element_size() == self._sizes[index] and tensor.device == self._sums.device
+            if fits and self._grouped and tensor.is_contiguous() and not (pointer | self._sizes[index]) % _WORD_BYTES:
+                whole.append((index, pointer))
+            else:
+                self.take(index, tensor)
+        if whole and self._grouped is not None:
+            key, pointers = tuple(index for index, _ in whole), [pointer for _, pointer in whole]
+            known = self._tables.get(key)
+            if known is None or known[0] != pointers:
+                sizes, firsts = [self._sizes[index] for index in key], [self._starts[index] for index in key]
+                known = self._tables[key] = pointers, self._grouped.table(pointers, sizes, firsts)
+            self._grouped.launch(known[1], self._sums)
 
     def finish(self) -> list[int]:
         """The checksums, in order."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["asleep", "fold", "fresh_caches", "install"]
+__all__ = ["asleep", "fold", "fresh_caches", "hold", "install", "release"]
 
 logger = logging.getLogger("vllm.loraflow")
 
@@ -25,6 +26,8 @@ def install() -> None:
     EngineCore.loraflow_fold = fold
     EngineCore.loraflow_fresh_caches = fresh_caches
     EngineCore.loraflow_asleep = asleep
+    EngineCore.loraflow_hold = hold
+    EngineCore.loraflow_release = release
 
 
 def fold(
@@ -95,6 +98,42 @@ def fresh_caches(self: Any) -> str | None:
     if self.vllm_config.model_config.is_multimodal_model:
         self.reset_encoder_cache()
     return None
+
+
+def hold(self: Any, label: str) -> Any:
+    """Name the weights ``label``, and let no step run from now on; requests keep their place.
+
+    Returns:
+        ``was``: the weights' name before; ``paused_here``: False where the engine was paused already. A future of it
+        while a step is under way.
+    """
+    answer = {"was": str(self.get_weight_version()), "paused_here": not self.is_scheduler_paused()}
+    self.set_weight_version(label)
+    pausing = self.pause_scheduler("keep", False) if answer["paused_here"] else None
+    if pausing is None:
+        return answer
+    held: Future[dict[str, Any]] = Future()
+
+    def pass_on(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            held.set_result(answer)
+        else:
+            held.set_exception(error)
+
+    pausing.add_done_callback(pass_on)
+    return held
+
+
+def release(self: Any) -> str | None:
+    """Forget what was computed with the old weights, and let steps run again; why the first could not be, or None.
+
+    Nothing runs then.
+    """
+    error = fresh_caches(self)
+    if error is None:
+        self.resume_scheduler()
+    return error
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 The plugin uses these parts of vLLM (0.27.1 to 0.32): ``engine_client.add_lora``, ``.reset_prefix_cache``,
 ``.engine_core._call_utility_async`` with ``.core_engines`` (a call to *every* data-parallel engine, where
 ``collective_rpc`` gives the first one's answer only), ``OpenAIServingModels.lora_requests`` (the names that requests
-may use), ``.lora_id_counter`` and ``.lora_resolver_lock``.
+may use), ``.lora_id_counter`` and ``.lora_resolver_lock``. Where there are, ``engine_client.get_weight_version`` and
+``.update_weight_version``, with the utilities behind them.
 """
 
 from __future__ import annotations
@@ -190,6 +191,33 @@ class Engine:
     async def resume(self) -> None:
         """Let steps run again."""
         await self.utility("resume_scheduler")
+
+    @property
+    def has_version(self) -> bool:
+        """Whether vLLM keeps a name of the weights."""
+        return hasattr(self.client, "get_weight_version") and hasattr(self.client, "update_weight_version")
+
+    async def weight_version(self) -> str | None:
+        """The name of the weights; None where vLLM keeps none."""
+        return str(await self.client.get_weight_version()) if self.has_version else None
+
+    async def hold(self, label: str) -> dict[str, Any]:
+        """Name the weights ``label`` and pause; ``was``, their name before, and ``paused_here``. See `pause`."""
+        if self.several:
+            was = await self.weight_version()
+            await self.client.update_weight_version(label)
+            return {"was": was, "paused_here": await self.pause()}
+        (answer,) = await self.utility("loraflow_hold", label)
+        return dict(answer)
+
+    async def release(self) -> None:
+        """`fresh_caches` and `resume`; where the first fails on any engine, none goes on."""
+        if self.several:
+            await self.fresh_caches()
+            await self.resume()
+            return
+        for error in await self.utility("loraflow_release"):
+            require_fresh(error)
 
     # ---------------------------------------------------------------- description
 

@@ -70,6 +70,5 @@ class ServedWeights:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         views = [place.of(parameters) for place in self._places]
         self._stream.restart()
-        for index, view in enumerate(views):
-            self._stream.take(index, view)
+        self._stream.take_all(range(len(views)), views)
         return self._stream.finish()

@@ -75,7 +75,7 @@ class Service:
 
     def capabilities(self) -> list[str]:
         """What this server can do, as stable words."""
-        found = ["status", "metrics", "pause"]
+        found = ["status", "metrics", "pause", *(["hold"] if self.engine.has_version else [])]
         lora = self.engine.config.lora_config is not None
         if lora and self.engine.api_servers == 1:
             found.append("adapters")
@@ -389,9 +389,18 @@ class Service:
 
     async def resume(self) -> dict[str, Any]:
         """Forget what was computed with the old weights, and let steps run again."""
-        await self.engine.fresh_caches()
-        await self.engine.resume()
+        await self.engine.release()
         return {}
+
+    async def hold(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Before an update: ``{"label"}`` becomes the weights' name, and no step runs until `resume`.
+
+        Returns:
+            ``was``: their name before; ``paused_here``, as of `pause`; ``adapters``: names that requests may use then.
+        """
+        self.need("hold", "this vLLM keeps no name of its weights")
+        held = await self.engine.hold(_text(body, "label", 256))
+        return {**held, "adapters": sorted(self.engine.loaded())}
 
     # ---------------------------------------------------------------- fold
 
@@ -452,10 +461,10 @@ def _not_covered(tensors: Mapping[str, list[int]], ranks: list[list[list[int]]])
     return [name for i, (name, shape) in enumerate(tensors.items()) if area[i] < shape[0] * shape[1]]
 
 
-def _text(body: Mapping[str, Any], key: str) -> str:
+def _text(body: Mapping[str, Any], key: str, limit: int = 128) -> str:
     value = body.get(key)
-    if not isinstance(value, str) or not 0 < len(value) <= 128:
-        raise PluginError("bad_request", f"{key} is a string of 1 to 128 characters")
+    if not isinstance(value, str) or not 0 < len(value) <= limit:
+        raise PluginError("bad_request", f"{key} is a string of 1 to {limit} characters")
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -104,10 +105,13 @@ class BaseWeights:
         return {"layout_id": layout_id, "ranks": ranks, "engines": len(engines)}
 
     async def sums(self, layout_id: str) -> dict[str, Any]:
-        """Checksum of each piece of a layout as served now: by engine, rank, and piece."""
-        engines = await self._engine.workers("loraflow_weights_sums", layout_id)
+        """Checksum of each piece of a layout as served now: by engine, rank, and piece; and the weights' name."""
+        engines, version = await asyncio.gather(
+            self._engine.workers("loraflow_weights_sums", layout_id), self._engine.weight_version()
+        )
         return {
             "engines": [[rank["sums"] for rank in ranks] for ranks in engines],
+            "weight_version": version,
             "phases_ms": {"worker": max(rank["ms"] for ranks in engines for rank in ranks)},
         }
 

@@ -69,7 +69,7 @@ def run_ranks(
             "ACCELERATE_USE_CPU": "true",
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server_ext")]),
             **(env or {}),
         }
         command = [sys.executable, "-c", _START, str(folder), str(rank)]

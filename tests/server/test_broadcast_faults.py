@@ -56,7 +56,7 @@ elif phase == "second bucket":
 elif phase == "finish":
     link.Link.finish = die
 elif phase in {"pause", "start", "resume"}:
-    target = {"pause": "/update_weight_version", "start": "/update_weights", "resume": "/resume"}[phase]
+    target = {"pause": "/hold", "start": "/update_weights", "resume": "/resume"}[phase]
     ask = VLLMServer.request
     def request(self, method, path, **options):
         return die() if path.endswith(target) else ask(self, method, path, **options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from loraflow.config import SyncConfig
 from loraflow.errors import LoadError, LoraflowError
 from loraflow.policy import Policy
 from loraflow.server import HTTPFailure, Unreachable, VLLMServer
-from loraflow.server_info import ServedModel, ServerInfo
+from loraflow.server_info import PluginInfo, ServedModel, ServerInfo
 from loraflow.transports.broadcast import BroadcastTransport
 from loraflow.transports.link import PRISTINE, Link
 from loraflow.transports.wire import Bucket
@@ -85,6 +86,12 @@ class Serving(VLLMServer):
             self.label = body["new_version"]
         elif path in {"/pause", "/resume"}:
             self.paused = path == "/pause"
+        elif path == "/loraflow/v1/hold":
+            held = {"was": self.label, "paused_here": not (self.paused or self.asleep), "adapters": self.adapters}
+            self.label, self.paused = body["label"], self.paused or not self.asleep
+            return held
+        elif path == "/loraflow/v1/resume":
+            self.paused = False
         return {
             "/get_world_size": {"world_size": 1},
             "/weight_info": {"weight_version": self.label},
@@ -136,9 +143,16 @@ class Wire:
         return Sent()
 
 
+PLUGIN = PluginInfo(
+    "0.1", worker_extension=False, capabilities=frozenset({"pause", "hold"}), roots=(), status={"instance": "i"}
+)
+
+
 class Site:
-    def __init__(self, model: Any, base: dict[str, Tensor], count: int) -> None:
+    def __init__(self, model: Any, base: dict[str, Tensor], count: int, *, plugin: bool = False) -> None:
         self.servers = [Serving(f"http://s{i}", dict(base)) for i in range(count)]
+        for server in self.servers if plugin else ():
+            server._info = replace(server.info, plugin=PLUGIN)
         self.model = model
         self.transport = BroadcastTransport(self.model, SyncConfig(carrier="gloo", bucket_bytes=1 << 16), "gloo")
         self.version = -1
@@ -177,8 +191,8 @@ def sites(parts: tuple[Any, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(BroadcastTransport, "_link", wired)
 
-    def make(count: int) -> Site:
-        site = Site(*parts, count)
+    def make(count: int, **options: Any) -> Site:
+        site = Site(*parts, count, **options)
         site.transport.open(site.servers)
         return site
 
@@ -196,11 +210,20 @@ CALLS = [
 ]
 
 
+CALLS_BY_PLUGIN = [
+    "/loraflow/v1/hold",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/loraflow/v1/resume",
+]
+
+
 @pytest.mark.parametrize("times", [1, 99])
 @pytest.mark.parametrize("how", ["lost", "refused"])
-@pytest.mark.parametrize("path", CALLS)
-def test_every_call_may_fail(sites: Any, path: str, how: str, times: int) -> None:
-    site: Site = sites(2)
+@pytest.mark.parametrize(("path", "plugin"), [(c, False) for c in CALLS] + [(c, True) for c in CALLS_BY_PLUGIN])
+def test_every_call_may_fail(sites: Any, path: str, how: str, times: int, plugin: bool) -> None:
+    site: Site = sites(2, plugin=plugin)
     assert set(site.deliver().values()) == {None}
     before, victim = site.held(), site.servers[1]
     setattr(victim, how, (path, times))
@@ -230,8 +253,9 @@ def _snapshot_of(site: Site, version: int) -> Any:
     return take_snapshot(site.model)
 
 
-def test_adapters_that_cannot_be_unloaded_leave_nobody_waiting(sites: Any) -> None:
-    site: Site = sites(1)
+@pytest.mark.parametrize("plugin", [False, True])
+def test_adapters_that_cannot_be_unloaded_leave_nobody_waiting(sites: Any, plugin: bool) -> None:
+    site: Site = sites(1, plugin=plugin)
     [server] = site.servers
     site.deliver()
     before = site.held()
@@ -297,8 +321,9 @@ def test_a_first_version_that_changed_more_than_it_was_to_is_not_taken_back_quie
     assert "not what they were" in str(left[server.url])
 
 
-def test_a_server_that_sleeps_is_as_it_was(sites: Any) -> None:
-    site: Site = sites(1)
+@pytest.mark.parametrize("plugin", [False, True])
+def test_a_server_that_sleeps_is_as_it_was(sites: Any, plugin: bool) -> None:
+    site: Site = sites(1, plugin=plugin)
     [server] = site.servers
     site.deliver()
     before = site.held()

@@ -118,6 +118,20 @@ def test_a_connection_that_the_server_closed_is_not_used_again(scripted: Scripte
     assert scripted.connections == 3
 
 
+def test_a_connection_is_not_used_again_after_an_error(scripted: Scripted) -> None:
+    """uvicorn closes it without a word, sooner or later."""
+    scripted.script = lambda connection, _: connection.sendall(b"HTTP/1.1 500 X\r\nContent-Length: 2\r\n\r\nno")
+    with VLLMServer(scripted.url) as server:
+        with pytest.raises(HTTPFailure, match="no"):
+            server.request("POST", "/a", json={}, kept=True)
+        scripted.script = lambda connection, _: connection.sendall(OK)
+        assert server.request("POST", "/a", kept=True, retry=True) == {"fine": True}
+    assert scripted.connections == 2
+    head, _, body = scripted.requests[1].partition(b"\r\n\r\n")
+    assert b"Content-Length: 0" in head
+    assert body == b""
+
+
 def test_an_old_connection_is_not_trusted(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     with VLLMServer(scripted.url) as server:
         server.begin("/a", json={})()

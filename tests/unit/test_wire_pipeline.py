@@ -14,7 +14,7 @@ from loraflow.errors import LoadError, SyncTimeout
 from loraflow.merge import WireTensor
 from loraflow.transports.background import Task, wait_until
 from loraflow.transports.pipeline import send
-from loraflow.transports.wire import plan_buckets
+from loraflow.transports.wire import place_of, plan_buckets
 
 TENSORS = [WireTensor(f"t{i}", torch.float32, (5, i + 1)) for i in range(12)]
 BUCKET = 100
@@ -93,6 +93,87 @@ def test_another_order_than_announced_is_refused() -> None:
     turned = dict(reversed(list(values().items())))
     with pytest.raises(LoadError, match="announced"):
         send([good], TENSORS, stream(turned), {}, bucket_bytes=BUCKET)
+
+
+class Told:
+    """Servers that are being told what comes: how many tensors were merged meanwhile, and who could not be told."""
+
+    def __init__(self, *failing: str) -> None:
+        self.failing = failing
+        self.merged: list[str] = []
+        self.before = -1
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in values().items():
+            self.merged.append(name)
+            yield name, tensor
+
+    def wait(self) -> dict[str, Exception]:
+        self.before = len(self.merged)
+        return {url: LoadError("asleep", server=url) for url in self.failing}
+
+
+def test_the_first_buckets_are_filled_while_servers_are_told() -> None:
+    good: Any = Receiver("http://good")
+    bad: Any = Receiver("http://bad")
+    told, errors = Told("http://bad"), dict[str, Exception]()
+    send([bad, good], TENSORS, told.stream(), errors, bucket_bytes=BUCKET, begun=told.wait)
+    buckets = plan_buckets(TENSORS, BUCKET)
+    assert told.before == sum(len(bucket.slots) for bucket in buckets[:2])
+    assert torch.equal(torch.cat(good.received), whole(values()))
+    assert errors.keys() == {"http://bad"}
+    assert bad.sent == 0
+
+
+def test_servers_without_a_group_are_told_first() -> None:
+    good: Any = Receiver("http://good")
+    good.group = None
+    told = Told()
+
+    def connect() -> dict[str, Exception]:
+        good.group = good
+        return told.wait()
+
+    send([good], TENSORS, told.stream(), {}, bucket_bytes=BUCKET, begun=connect)
+    assert told.before == 0
+    assert torch.equal(torch.cat(good.received), whole(values()))
+
+
+def test_nothing_is_sent_where_nobody_could_be_told() -> None:
+    bad: Any = Receiver("http://bad")
+    told, errors = Told("http://bad"), dict[str, Exception]()
+    send([bad], TENSORS, told.stream(), errors, bucket_bytes=BUCKET, begun=told.wait)
+    assert bad.sent == 0
+    assert len(told.merged) < len(TENSORS)
+
+
+class AtOnce:
+    """Writes every second tensor of a bucket by itself."""
+
+    def __init__(self) -> None:
+        self.names = frozenset(tensor.name for tensor in TENSORS[::2])
+
+    def prepare(self, snapshot: Any) -> frozenset[str]:
+        return self.names
+
+    def write(self, bucket: Any, buffer: torch.Tensor) -> None:
+        for slot in bucket.slots:
+            if slot.tensor.name in self.names:
+                place_of(buffer, slot).copy_(values()[slot.tensor.name])
+
+
+def test_what_is_written_at_once_and_one_by_one_is_all_there_and_seen() -> None:
+    good: Any = Receiver("http://good")
+    apart, seen = AtOnce(), dict[str, torch.Tensor]()
+    rest = {name: tensor for name, tensor in values().items() if name not in apart.names}
+
+    def look(placed: Any) -> None:
+        seen.update({name: tensor.clone() for name, tensor in placed})
+
+    send([good], TENSORS, stream(rest), {}, bucket_bytes=BUCKET, seen=look, grouped=apart)
+    assert torch.equal(torch.cat(good.received), whole(values()))
+    assert list(seen) == [tensor.name for tensor in TENSORS]
+    assert all(torch.equal(seen[name], tensor) for name, tensor in values().items())
 
 
 def test_capped_buckets_hold_the_largest_tensor() -> None:
