@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -27,6 +28,7 @@ from loraflow.connect import Agreed, connect
 from loraflow.correction import Correction, CorrectionOptions, correct, drift
 from loraflow.errors import LoraflowError, StaleError, UnsettledError
 from loraflow.fleet import Fleet
+from loraflow.forward import Wanted, deliver_with, forward_for, unless_failed
 from loraflow.gate import Gate
 from loraflow.plan import Plan
 from loraflow.policy import Policy
@@ -129,7 +131,9 @@ class SyncManager:
             prover = self._prover = Prover(self.model, self.config, self.ranks, head_adapted="lm_head" in spec.features)
             prover.choose_probe(self._fleet.servers[0] if self._fleet else None)
             base = self.ranks.together(lambda: prover.expect(adapter=False))
-            prover.atol, prover.visible = self.ranks.on_main(lambda: self._fingerprint(prover, base))
+            prover.atol, prover.visible = self.ranks.on_main(
+                lambda: self._fleet.fingerprint(prover, base) if self._fleet else (0.0, 0.0)
+            )
             expected = self.ranks.together(prover.expect)
             self._sync(step, expected, began=time.perf_counter())
             if not prover.proves_itself(expected, base):
@@ -195,7 +199,7 @@ class SyncManager:
         self.wait()
         wanted = not self._known().by_digest and (self._attempted + 1) % self.config.verify_interval == 0
         began, prover = time.perf_counter(), self._prover
-        expected = self.ranks.together(prover.expect) if wanted and prover is not None else None
+        expected = forward_for(prover, self.plan) if wanted and prover is not None else None
         return self._sync(step, expected, began=began, behind=self.config.overlap)
 
     def wait(self) -> SyncRecord | None:
@@ -384,7 +388,7 @@ class SyncManager:
         self._next_version += 1
         return policy
 
-    def _sync(self, step: int, expected: Expected | None, *, began: float, behind: bool = False) -> SyncRecord | None:
+    def _sync(self, step: int, expected: Wanted, *, began: float, behind: bool = False) -> SyncRecord | None:
         forward_ms = (time.perf_counter() - began) * 1e3
         policy = self._new_policy()
         self._attempted = policy.version
@@ -398,7 +402,9 @@ class SyncManager:
 
         def move() -> Outcome:
             assert self._fleet is not None and self._prover is not None  # noqa: S101, PT018 - rank 0, started
-            record, error = self._fleet.move(policy, snapshot, expected, self._prover, in_use=self._gate.in_use())
+            in_use = self._gate.in_use()
+            deliver = partial(self._fleet.move, policy, snapshot, expected, self._prover, in_use=in_use)
+            record, error = deliver_with(expected, snapshot, deliver)
             total = (time.perf_counter() - began) * 1e3
             phases = {"forward": forward_ms, "snapshot": captured_ms - forward_ms, **record.phases_ms}
             stall = captured_ms if behind else total
@@ -412,7 +418,7 @@ class SyncManager:
         try:
             if self._known().plan.transport == "merged":
                 self.ranks.together(self._gate.close)  # where one rank refuses, the others open theirs again
-            return self._conclude(*self.ranks.on_main(move))
+            return unless_failed(expected, self._conclude(*self.ranks.on_main(move)))
         finally:
             self._gate.open()
 
@@ -456,13 +462,6 @@ class SyncManager:
         for hook in self._sync_hooks:
             hook(record)
         return record
-
-    def _fingerprint(self, prover: Prover, base: Expected) -> tuple[float, float]:
-        assert self._fleet is not None  # noqa: S101 - rank 0
-        self._fleet.know_base(base)
-        for found in prover.fingerprint(self._fleet.servers, base):
-            _log.info("base of %s: mean |Δlogp| %.2e against the trainer's", found.server, found.mean_abs_dlogp)
-        return prover.atol, prover.visible
 
     def _try_canary(self, prover: Prover, base: Expected) -> None:
         """Serve an adapter whose effect stands clear of the noise, compare, and take it away."""
