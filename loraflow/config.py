@@ -89,7 +89,8 @@ class SyncConfig(BaseModel):
 
     # --- the store
     adapter_root: str = Field(default_factory=default_adapter_root)
-    """Folder or fsspec URL where versions are published."""
+    """Folder or fsspec URL where versions are published. On tmpfs the ``filesystem`` carrier holds memory for one
+    version more, ahead of the next sync, where there is room for two."""
     server_adapter_root: str | None = None
     """The same folder as the servers see it, where that differs (another mount point)."""
     grace_period: float = Field(default=30.0, ge=0)

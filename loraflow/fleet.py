@@ -19,6 +19,7 @@ from loraflow.adapter import AdapterSnapshot
 from loraflow.config import SyncConfig
 from loraflow.errors import LoraflowError, UnsettledError
 from loraflow.fleet_proof import Held, prove, require_effect, require_match, slowest
+from loraflow.forward import Forward, Wanted
 from loraflow.membership import Verdict, decide
 from loraflow.plan import Plan
 from loraflow.policy import Policy
@@ -96,6 +97,13 @@ class Fleet:
         """The trainer's forward without the adapter: the base of servers that return or join is compared with it."""
         self._roster.base = base
 
+    def fingerprint(self, prover: Prover, base: Expected) -> tuple[float, float]:
+        """Compare every server's base with the trainer's; what a version may be off by, and what can be seen (nats)."""
+        self.know_base(base)
+        for found in prover.fingerprint(self.servers, base):
+            _log.info("base of %s: mean |Δlogp| %.2e against the trainer's", found.server, found.mean_abs_dlogp)
+        return prover.atol, prover.visible
+
     @property
     def proves_by_digest(self) -> bool:
         """Whether every server can checksum what it serves, so that no canary is needed after each load."""
@@ -141,7 +149,7 @@ class Fleet:
         self,
         policy: Policy,
         snapshot: AdapterSnapshot,
-        expected: Expected | None,
+        expected: Wanted,
         prover: Prover,
         *,
         in_use: Collection[Policy] = (),
@@ -153,7 +161,7 @@ class Fleet:
         Args:
             policy: The new version.
             snapshot: Its content.
-            expected: The trainer's forward on the probe; None where this version needs no canary.
+            expected: The trainer's forward on the probe, or where it will be; None where this version needs no canary.
             prover: Compares.
             in_use: Versions that requests in flight use; they are not retired.
 
@@ -169,19 +177,25 @@ class Fleet:
             carrier=self.plan.carrier,
             outcome="failed",
         )
-        version = Held(policy, snapshot, expected)
+        forward, known = (expected, None) if isinstance(expected, Forward) else (None, expected)
+        version = Held(policy, snapshot, known)
         with self._moving:
             self.settle()
             self._roster.try_again(prover)
             error: Exception | None = self._roster.not_enough()
             if error is None:
-                record, error = self._move(record, version, prover, in_use)
+                record, error = self._move(record, version, prover, in_use, forward)
             if error is not None:
                 record = replace(record, error=f"{type(error).__name__}: {error}")
             return replace(record, aside=self.aside, joined=self._roster.take_joined()), error
 
     def _move(
-        self, record: SyncRecord, version: Held, prover: Prover, in_use: Collection[Policy]
+        self,
+        record: SyncRecord,
+        version: Held,
+        prover: Prover,
+        in_use: Collection[Policy],
+        forward: Forward | None,
     ) -> tuple[SyncRecord, Exception | None]:
         policy, servers, proven = version.policy, self.servers, dict[str, Verdict]()
         try:
@@ -190,8 +204,15 @@ class Fleet:
             delivery = self._deliver(policy, version.snapshot, servers)
             record = _with_delivery(record, delivery)
             aside = self._judge(policy, {url: Verdict(o.error, _LOADED) for url, o in delivery.servers.items()})
+            if forward is not None:
+                started = time.perf_counter()
+                version = replace(version, expected=forward.result())
+                waited = {"forward_wait": (time.perf_counter() - started) * 1e3}
+                record = replace(record, phases_ms={**record.phases_ms, **waited})
             record, proven = self._prove(record, delivery, version, prover, aside)
             aside = {**aside, **self._judge(policy, proven)}
+            if forward is not None:
+                forward.result()  # raises where the sync was interrupted meanwhile
             self._commit(version, delivery, aside)
         except Exception as failure:  # noqa: BLE001 - told in the outcome, see `move`
             self._roll_back(

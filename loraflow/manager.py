@@ -13,21 +13,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from loraflow.adapter import AdapterSnapshot, AdapterSpec, take_snapshot
+from loraflow.adapter import AdapterSnapshot, AdapterSpec
 from loraflow.behind import Behind
 from loraflow.canary import find_canary
-from loraflow.capture import SnapshotPlan
 from loraflow.config import SyncConfig
 from loraflow.connect import Agreed, connect
 from loraflow.correction import Correction, CorrectionOptions, correct, drift
 from loraflow.errors import LoraflowError, ModelChangedError, StaleError, UnsettledError
 from loraflow.fleet import Fleet
+from loraflow.forward import Wanted, deliver_with, forward_for, unless_failed
 from loraflow.gate import Gate
+from loraflow.gathering import Gathering
 from loraflow.plan import Plan
 from loraflow.policy import Policy
 from loraflow.ranks import Ranks
@@ -129,7 +131,9 @@ class SyncManager:
             prover = self._prover = Prover(self.model, self.config, self.ranks, head_adapted="lm_head" in spec.features)
             prover.choose_probe(self._fleet.servers[0] if self._fleet else None)
             base = self.ranks.together(lambda: prover.expect(adapter=False))
-            prover.atol, prover.visible = self.ranks.on_main(lambda: self._fingerprint(prover, base))
+            prover.atol, prover.visible = self.ranks.on_main(
+                lambda: self._fleet.fingerprint(prover, base) if self._fleet else (0.0, 0.0)
+            )
             expected = self.ranks.together(prover.expect)
             self._sync(step, expected, began=time.perf_counter())
             if not prover.proves_itself(expected, base):
@@ -195,7 +199,7 @@ class SyncManager:
         self.wait()
         wanted = not self._known().by_digest and (self._attempted + 1) % self.config.verify_interval == 0
         began, prover = time.perf_counter(), self._prover
-        expected = self.ranks.together(prover.expect) if wanted and prover is not None else None
+        expected = forward_for(prover, self.plan) if wanted and prover is not None else None
         return self._sync(step, expected, began=began, behind=self.config.overlap)
 
     def wait(self) -> SyncRecord | None:
@@ -385,7 +389,7 @@ class SyncManager:
         return policy
 
     def _sync(
-        self, step: int, expected: Expected | None, *, began: float, behind: bool = False, careful: bool = False
+        self, step: int, expected: Wanted, *, began: float, behind: bool = False, careful: bool = False
     ) -> SyncRecord | None:
         forward_ms = (time.perf_counter() - began) * 1e3
         policy = self._new_policy()
@@ -393,13 +397,14 @@ class SyncManager:
         try:
             if self._known().plan.transport == "merged" and not behind:
                 self.ranks.together(self._gate.close)  # where one rank refuses, the others open theirs again
-            announced = self.ranks.world_size == 1 and not behind and not careful
-            snapshot = self._snapshot(policy, step, announced=announced)
+            snapshot = self._gathered(policy, step, announced=not behind and not careful)
             captured_ms = (time.perf_counter() - began) * 1e3
 
             def move() -> Outcome:
                 assert self._fleet is not None and self._prover is not None  # noqa: S101, PT018 - rank 0, started
-                record, error = self._fleet.move(policy, snapshot, expected, self._prover, in_use=self._gate.in_use())
+                in_use = self._gate.in_use()
+                deliver = partial(self._fleet.move, policy, snapshot, expected, self._prover, in_use=in_use)
+                record, error = deliver_with(expected, snapshot, deliver)
                 total = (time.perf_counter() - began) * 1e3
                 phases = {"forward": forward_ms, "snapshot": captured_ms - forward_ms, **record.phases_ms}
                 stall = captured_ms if behind else total
@@ -417,40 +422,16 @@ class SyncManager:
             _log.info("%s was withdrawn, and the adapter is gathered anew: %s", policy, error)
             return self._sync(step, expected, began=began, careful=True)
         else:
-            return self._conclude(record, error)
+            return unless_failed(expected, self._conclude(record, error))
         finally:
             if not behind:
                 self._gate.open()
 
-    def _snapshot(self, policy: Policy, step: int, *, announced: bool) -> AdapterSnapshot:
-        """The adapter as it is now; ``announced``: the servers are called for it before (with one rank: several come
-        here at different times, and an engine waits for an announced version)."""
-        dtype = self._known().dtype
-
-        def prepare() -> tuple[SnapshotPlan, Tensor]:
-            plan = SnapshotPlan.of(self.model)
-            return plan, plan.buffer(dtype)
-
-        def take(plan: SnapshotPlan, room: Tensor) -> AdapterSnapshot:
-            return take_snapshot(self.model, dtype=dtype, step=step, spec=self._spec, out=room, plan=plan)
-
-        if announced and self._fleet is not None and self._prover is not None:
-            used: list[SnapshotPlan] = []
-
-            def unchanged() -> None:
-                for plan in used:
-                    plan.require_holds()
-
-            with self._fleet.announced(policy, self._prover, unchanged) as checked_later:
-                used.append((SnapshotPlan.known if checked_later else SnapshotPlan.of)(self.model))
-                try:
-                    return take(used[0], used[0].buffer(dtype))
-                except Exception:
-                    unchanged()  # then that is why
-                    raise
-        # Apart, so that a rank without room is not missed in the middle of the others' gathers.
-        prepared = self.ranks.together(prepare)
-        return self.ranks.together(lambda: take(*prepared))
+    def _gathered(self, policy: Policy, step: int, *, announced: bool) -> AdapterSnapshot:
+        gathering = Gathering(self.model, self._spec, self._known().dtype)
+        if announced and self.ranks.world_size == 1 and self._fleet is not None and self._prover is not None:
+            return gathering.announced(self._fleet, policy, self._prover, step)
+        return gathering.together(self.ranks, step)
 
     def _conclude(self, record: SyncRecord, error: Exception | None) -> SyncRecord:
         """Take an outcome in, on every rank: switch the policy, or decide what a failure means (rule 11)."""
@@ -492,13 +473,6 @@ class SyncManager:
         for hook in self._sync_hooks:
             hook(record)
         return record
-
-    def _fingerprint(self, prover: Prover, base: Expected) -> tuple[float, float]:
-        assert self._fleet is not None  # noqa: S101 - rank 0
-        self._fleet.know_base(base)
-        for found in prover.fingerprint(self._fleet.servers, base):
-            _log.info("base of %s: mean |Δlogp| %.2e against the trainer's", found.server, found.mean_abs_dlogp)
-        return prover.atol, prover.visible
 
     def _try_canary(self, prover: Prover, base: Expected) -> None:
         """Serve an adapter whose effect stands clear of the noise, compare, and take it away."""

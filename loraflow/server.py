@@ -398,7 +398,7 @@ class VLLMServer:
             "prompt_logprobs": 0,
             **({"cache_salt": cache_salt} if cache_salt else {}),
         }
-        answer = self.request("POST", "/v1/completions", json=body, timeout=self.request_timeout)
+        answer = self.begin("/v1/completions", json=body)()
         self.check_answer(answer, model)
         with understood("the completion", self.url):
             rows = answer["choices"][0].get("prompt_logprobs")

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -34,6 +34,7 @@ from loraflow.store_local import LocalRun
 from loraflow.store_lock import acquire
 from loraflow.store_manifest import MANIFEST_NAME, MAX_DOCUMENT_BYTES, FileEntry, Manifest, is_file_name
 from loraflow.store_objects import ObjectRun, fsspec_errors
+from loraflow.store_outcomes import Published, Recovered
 from loraflow.store_reader import VersionReader
 
 __all__ = ["AdapterStore", "Buffer", "Published", "Recovered"]
@@ -44,45 +45,6 @@ _AHEAD = 16
 """Names that the stored ledger uses up beyond the newest, so that most announcements write nothing."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Published:
-    """A version that lies whole in the store.
-
-    Attributes:
-        policy: Its name.
-        path: Its folder, or URL.
-        bytes: Size of all its files, in bytes.
-        digest: Content digest of the snapshot (hex), as the publisher gave it.
-        phases_ms: Milliseconds: ``write`` until the files were written, ``publish`` until it was visible.
-    """
-
-    policy: Policy
-    path: str
-    bytes: int
-    digest: str
-    phases_ms: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Recovered:
-    """What `AdapterStore.recover` found.
-
-    Attributes:
-        committed: The version that the run continues from, None where there is none.
-        live: Whole versions that were never retired, oldest first: servers may still have them loaded. The caller
-            unloads and `retire`s those that it does not need.
-        burnt: Those of ``live`` that are of no use: refused before, or never committed and burnt by this.
-        lost: Committed versions that were not retired, and that the store does not hold any more.
-        removed: Names of half-written leftovers that were removed.
-    """
-
-    committed: Policy | None
-    live: tuple[Policy, ...]
-    burnt: tuple[Policy, ...]
-    lost: tuple[Policy, ...]
-    removed: tuple[str, ...]
 
 
 class AdapterStore:
@@ -214,6 +176,16 @@ class AdapterStore:
                 self._reserved.discard(version)
                 self._update(lambda ledger: ledger)  # it may have been committed meanwhile
         return Published(policy, self.path(policy), size, digest if isinstance(digest, str) else digest(), phases)
+
+    def prepare(self, size: int) -> None:
+        """Allocate a file of ``size`` bytes ahead, behind the caller, where that hastens the next version's write.
+
+        It is done where as much again stays free beside it. What fails here is met, and told, by that write.
+        """
+        with suppress(OSError):
+            free = self._backend.free_bytes()
+            if free is not None and free >= 2 * size + self._min_free:
+                self._backend.prepare(size)
 
     def mend(self, policy: Policy, files: Mapping[str, Sequence[Buffer]], *, digest: str) -> bool:
         """Write a committed version again where it is damaged or gone; whether that was needed.
@@ -348,6 +320,7 @@ class AdapterStore:
     def close(self) -> None:
         """Give the run's lock back. Versions stay; harmless when repeated."""
         with explained(f"close {self.path()}"):
+            self._backend.close()
             self._release()
 
     def __enter__(self) -> Self:

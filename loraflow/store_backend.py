@@ -39,6 +39,14 @@ class Backend(Protocol):
         """Free space for this user, None where it is unknown."""
         ...
 
+    def prepare(self, size: int) -> None:
+        """Allocate ahead what a file of ``size`` bytes needs, behind the caller, where that hastens its write."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what was prepared."""
+        ...
+
     def get(self, name: str, limit: int) -> bytes | None:
         """Up to ``limit`` + 1 bytes of a document of the run, None where it is not there."""
         ...

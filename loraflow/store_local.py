@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from loraflow.store_backend import VERSION, Backend, Sealer, elapsed_ms, hash_files
 from loraflow.store_manifest import MANIFEST_NAME
+from loraflow.store_spare import Spare, link_unnamed
 
 __all__ = ["LocalRun"]
 
@@ -31,6 +32,7 @@ class LocalRun(Backend):
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self._spare = Spare(folder)
 
     @override
     def location(self, version: int | None = None) -> str:
@@ -38,7 +40,15 @@ class LocalRun(Backend):
 
     @override
     def free_bytes(self) -> int | None:
-        return shutil.disk_usage(self.folder).free
+        return shutil.disk_usage(self.folder).free + self._spare.bytes
+
+    @override
+    def prepare(self, size: int) -> None:
+        self._spare.prepare(size)
+
+    @override
+    def close(self) -> None:
+        self._spare.close()
 
     @override
     def get(self, name: str, limit: int) -> bytes | None:
@@ -91,7 +101,7 @@ class LocalRun(Backend):
             with ThreadPoolExecutor(1, "loraflow-hash") as hashing:
                 entries = hashing.submit(hash_files, files)
                 for name, parts in files.items():
-                    _write(staging / name, parts)
+                    _write(staging / name, parts, self._spare.take(sum(part.nbytes for part in parts)))
                 phases["write"] = elapsed_ms(start)
                 document = sealer(entries.result())
             phases["hash_wait"] = elapsed_ms(start) - phases["write"]
@@ -147,14 +157,19 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write(path: Path, parts: Sequence[memoryview]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+def _write(path: Path, parts: Sequence[memoryview], unnamed: int | None = None) -> None:
+    """Write a new file through to the disk; into ``unnamed``, a descriptor to be closed, where that is given."""
+    descriptor = unnamed
+    if descriptor is None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         pending = [part for part in parts if part.nbytes]
         while pending:
             written = os.writev(descriptor, pending[:_PARTS_PER_CALL])
             pending = _after(pending, written)
         os.fsync(descriptor)
+        if unnamed is not None:
+            link_unnamed(descriptor, path)
     finally:
         os.close(descriptor)
 

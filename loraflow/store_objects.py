@@ -40,6 +40,14 @@ class ObjectRun(Backend):
         return None
 
     @override
+    def prepare(self, size: int) -> None:
+        pass
+
+    @override
+    def close(self) -> None:
+        pass
+
+    @override
     def get(self, name: str, limit: int) -> bytes | None:
         with suppress(FileNotFoundError):
             return self._cat(f"{self.prefix}/{name}", limit)

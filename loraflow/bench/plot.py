@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_report", "plot_scale"]
 
-_NOT_A_PART = {"worker", "call"}  # measured inside another phase
+_NOT_A_PART = {"worker", "call", "forward"}  # measured inside another phase, or beside others
 _FORMATS = ("png", "svg")
 
 

@@ -89,7 +89,8 @@ class FilesystemTransport:
         begin = time.perf_counter()
         with ThreadPoolExecutor(1, "loraflow-digest") as hashing:  # beside the writing
             digest = hashing.submit(lambda: snapshot.digest)
-            published = self._store.publish(policy, adapter_files(snapshot), digest=digest.result)
+            files = adapter_files(snapshot)
+            published = self._store.publish(policy, files, digest=digest.result)
         phases = {"publish": (time.perf_counter() - begin) * 1e3}
         path = self.seen_by_server(published.path)
         quick = [server for server in servers if self._reads_straight(server)]
@@ -105,6 +106,7 @@ class FilesystemTransport:
             outcomes = self._straight(policy, snapshot, path, quick) if quick else {}
             outcomes |= loaded.result() if loaded is not None else {}
         ordered = {server.url: outcomes[server.url] for server in servers}
+        self._store.prepare(max(sum(memoryview(part).nbytes for part in parts) for parts in files.values()))
         return Delivery(policy, published.bytes, digest.result(), phases, ordered)
 
     def _reads_straight(self, server: VLLMServer) -> bool:
