@@ -95,7 +95,7 @@ def forward_for(prover: Prover, plan: Plan) -> Expected | Forward:
     """The trainer's forward on the probe: made now, or with the delivery where that is safe. Collective.
 
     Safe is one process, which waits for the delivery (with ``overlap`` it trains on meanwhile), and a carrier that
-    neither reads the model nor works on its device once the snapshot is on the host.
+    does not read the model, only the snapshot, which is whole on the host before the two begin.
     """
     if prover.ranks.world_size == 1 and not prover.config.overlap and plan.carrier == "filesystem":
         return Forward(prover.expect)
