@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 import triton
@@ -34,6 +35,8 @@ _DEPTH = 16
 _FIELDS = tl.constexpr(12)
 _ALIGNED_BYTES = 16
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_FACTS = (type, Tensor.data_ptr, attrgetter("shape"), Tensor.stride, attrgetter("dtype"), attrgetter("device"))
+"""What the tables say of a base weight, and the kernel is compiled for."""
 
 
 @triton.jit
@@ -91,13 +94,12 @@ def _merge(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a weight's numbers are: its base in memory, its factors in the snapshot, by element."""
+    """Where and how a base weight lies."""
 
     pointer: int
     shape: torch.Size
-    stride: tuple[int, ...]
+    row: int
     dtype: torch.dtype
-    device: torch.device
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,13 +107,15 @@ class _Table:
     """One bucket's launches.
 
     Attributes:
+        cut: Shape of each weight, and whether every row of it starts on a boundary: what ``tiles`` are made from.
         entries: `_FIELDS` numbers for each weight; int64.
         scalings: float32, shape (weights,).
-        tiles: By whether every row starts on a boundary: index, row and column of each tile; int32, shape (tiles, 3).
+        tiles: By the boundary: index, row and column of each tile; int32, shape (tiles, 3).
         norms: Squared norms of each tile of ``tiles``, in their order; float32, shape (tiles, 2).
         owners: Weight of each tile; int64.
     """
 
+    cut: list[tuple[int, int, bool]]
     entries: Tensor
     scalings: Tensor
     tiles: Mapping[bool, Tensor]
@@ -145,6 +149,9 @@ class GroupedMerge:
             for slot in bucket.slots
             if slot.tensor.name in source.plain and slot.start % slot.tensor.dtype.itemsize == 0
         }
+        self._owners = [weight.source.owner for weight in self._weights.values()]
+        self._attributes = [weight.source.attribute for weight in self._weights.values()]
+        self._facts: list[list[object]] = []
         self._spec: AdapterSpec | None = None
         self._flat = torch.empty(0)
         self._places: dict[str, _Place | None] = {}
@@ -166,13 +173,16 @@ class GroupedMerge:
         """
         if self._broken:
             return self.names
-        places = {name: self._place(weight) for name, weight in self._weights.items()}
-        flat, last, spec = snapshot.flat, self._flat, self._spec
-        self._flat, self._spec = flat, snapshot.spec
+        bases = list(map(getattr, self._owners, self._attributes))
+        facts = [list(map(fact, bases)) for fact in _FACTS]
+        flat, last = snapshot.flat, self._flat
         alike = all(getattr(flat, fact) == getattr(last, fact) for fact in ("dtype", "device", "shape"))
-        if spec is snapshot.spec and alike and places == self._places:
+        same = self._spec is snapshot.spec and alike and facts == self._facts
+        self._flat, self._spec, self._facts = flat, snapshot.spec, facts
+        if same:
             return self.names
-        self._places, self._offsets = places, {}
+        self._places = dict(zip(self._weights, map(self._place, bases), strict=True))
+        self._offsets = {}
         for name, weight in self._weights.items():
             self._find_factors(name, weight, snapshot)
         kinds = [self._kind_of(name) for name in self._offsets]
@@ -190,13 +200,12 @@ class GroupedMerge:
         assert place is not None  # noqa: S101 - those without one have no offsets
         return place.dtype, self._source.weights[name].dtype
 
-    def _place(self, weight: PlainWeight) -> _Place | None:
-        """Where the base is now; None where the kernel does not read it."""
-        base = weight.source.read()
-        plain = type(base) is Tensor and base.layout is torch.strided and base.dtype in _DTYPES and base.dim() == 2
-        if not plain or base.device != self._device or base.stride(1) != 1:
+    def _place(self, base: Tensor) -> _Place | None:
+        """Where a base weight is; None where the kernel does not read it."""
+        plain = type(base.detach()) is Tensor and base.layout is torch.strided and base.dim() == 2
+        if not plain or base.dtype not in _DTYPES or base.device != self._device or base.stride(1) != 1:
             return None
-        return _Place(base.data_ptr(), base.shape, base.stride(), base.dtype, base.device)
+        return _Place(base.data_ptr(), base.shape, base.stride(0), base.dtype)
 
     def _find_factors(self, name: str, weight: PlainWeight, snapshot: AdapterSnapshot) -> None:
         """Note where A and B lie in the snapshot's memory; weights whose factors do not are left to the stream."""
@@ -259,16 +268,18 @@ class GroupedMerge:
         if not slots:
             return None
         entries = [self._entry(slot.tensor.name, slot.start // self._dtype.itemsize) for slot in slots]
-        boundary = [self._is_aligned(entry) for entry in entries]
-        tiles = {
-            kind: _cut([entry[4:6] if on is kind else None for entry, on in zip(entries, boundary, strict=True)])
-            for kind in (True, False)
-        }
+        made = torch.tensor(entries, dtype=torch.int64).to(self._device)
+        cut = [(entry[4], entry[5], self._is_aligned(entry)) for entry in entries]
+        scalings = torch.tensor([self._weights[slot.tensor.name].rule.scaling for slot in slots], dtype=torch.float32)
+        known = self._tables.get(bucket)
+        if known is not None and known.cut == cut:
+            return replace(known, entries=made, scalings=scalings.to(self._device))
+        tiles = {kind: _cut([shape[:2] if shape[2] is kind else None for shape in cut]) for kind in (True, False)}
         owners = torch.cat(list(tiles.values()))[:, 0].long()
-        scalings = [self._weights[slot.tensor.name].rule.scaling for slot in slots]
         return _Table(
-            torch.tensor(entries, dtype=torch.int64).to(self._device),
-            torch.tensor(scalings, dtype=torch.float32).to(self._device),
+            cut,
+            made,
+            scalings.to(self._device),
             {kind: found.to(self._device) for kind, found in tiles.items()},
             torch.zeros(len(owners), 2, device=self._device),
             owners.to(self._device),
@@ -283,7 +294,7 @@ class GroupedMerge:
             factors = (a, b), (1, rows, 1, rank)
         else:
             factors = (b, a), (rank, 1, cols, 1)
-        return [view, place.pointer, *factors[0], rows, cols, rank, place.stride[0], *factors[1]]
+        return [view, place.pointer, *factors[0], rows, cols, rank, place.row, *factors[1]]
 
     def _is_aligned(self, entry: Sequence[int]) -> bool:
         view, base, left, right, _, cols, rank, base_row, left_row, left_col, right_row, right_col = entry

@@ -114,6 +114,10 @@ def look(case: str, base: torch.dtype, wire: torch.dtype, factors: torch.dtype) 
             if not parameter.requires_grad and parameter.dim() == 2:
                 parameter.mul_(1.5)
     found["moved"] = update.fill(later), dict(plain.merged(later, plain.weights))
+    for parameter in moved.values():  # and one that keeps them in another dtype from now on
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(F16 if base == F32 else F32)
+    found["cast"] = update.fill(later), dict(plain.merged(later, plain.weights))
     return found
 
 
@@ -164,7 +168,7 @@ def test_the_same_adapter_gives_the_same_bits(found: dict[str, Any]) -> None:
         assert torch.equal(tensor.view(torch.uint8), found["again"][name].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("when", ["later", "moved"])
+@pytest.mark.parametrize("when", ["later", "moved", "cast"])
 def test_tables_follow_the_trainer(found: dict[str, Any], when: str) -> None:
     _require_alike(*found[when])
     name = next(iter(found["names"]))
