@@ -25,7 +25,7 @@ from tests.helpers.vllm_process import RunningServer, vllm_server
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 ARGS = ("--max-model-len", "256", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.3", "--max-num-seqs", "16")
-NOISE = 0.06  # bfloat16: the largest |Δlogp| between two right implementations
+NOISE = 0.25  # bfloat16 differs from float32 by up to 0.08 (nats) on the same weights; two versions differ by 7
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,8 @@ def test_fold_from_a_copy_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         fold.restore()
         torch.cuda.synchronize()
         assert torch.equal(model.weight, kept)
-    assert torch.equal(results[0], results[1])
+    # One launch for all, or one each, sum in other orders: the last bit of bfloat16 may differ.
+    torch.testing.assert_close(results[0], results[1], rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
