@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,6 +203,9 @@ class Fleet:
 
     servers = ()
     model_names: dict[str, str] = {"http://a": "run"}  # noqa: RUF012 - never changed
+
+    def announced(self, *_: Any) -> AbstractContextManager[bool]:
+        return nullcontext(False)
 
     def move(self, policy: Policy, snapshot: Any, expected: Any, *_: Any, **__: Any) -> Any:
         record = SyncRecord(snapshot.step, policy.name, policy.version, "adapter", "filesystem", "committed")
