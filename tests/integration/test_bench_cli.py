@@ -52,7 +52,8 @@ def test_the_tiny_preset_runs_and_its_json_has_every_field(tmp_path, env):
     assert by_way["filesystem-stock"]["proof"] == "canary"
     assert by_way["direct"]["bytes"] == content["payload"]["adapter_bytes"]
     assert {rate["arm"] for rate in content["generation"]} == {
-        "base, LoRA server", "slot", "slot, a sync each second",
+        "base, LoRA server", "base, LoRA server, a sync each second", "slot", "slot, a sync each second",
+        "slot, the policy drawn anew each second", "two versions at once, no syncs",
     }  # fmt: skip
     assert all(rate["tokens"] > 0 and rate["failed"] == 0 for rate in content["generation"])
     assert {"fold", "gloo", "stock-merged", "stock-inplace", "break-even"} <= content["skipped"].keys()
