@@ -7,7 +7,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +23,7 @@ __all__ = [
     "check_name",
     "check_shapes",
     "check_tensor_name",
+    "check_text",
     "no_key_twice",
     "resolve_inside",
 ]
@@ -217,6 +218,18 @@ def check_adapter(given: object, limits: Limits) -> dict[str, list[int]]:
     if nbytes > limits.payload:
         raise PluginError("too_large", f"this adapter has {nbytes} bytes, more than {limits.payload}", status=413)
     return tensors
+
+
+def check_text(body: Mapping[str, Any], key: str, limit: int = 128) -> str:
+    """The string ``key`` of a request.
+
+    Raises:
+        PluginError: ``bad_request``: it is none, empty, or longer than ``limit``.
+    """
+    value = body.get(key)
+    if not isinstance(value, str) or not 0 < len(value) <= limit:
+        raise PluginError("bad_request", f"{key} is a string of 1 to {limit} characters")
+    return value
 
 
 def check_shapes(given: object, limit: int, *, dims: tuple[int, ...] = (2,)) -> dict[str, list[int]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "elapsed_ms"]
 
 _HELP = {
     "loraflow_loads_total": "Adapters loaded, by carrier.",
@@ -22,6 +23,11 @@ _HELP = {
     "loraflow_weights_touched": "1 where the base weights were updated and are not proven pristine.",
     "loraflow_cache_bytes": "Bytes of fetched versions in the cache.",
 }
+
+
+def elapsed_ms(start: float) -> float:
+    """Milliseconds since ``start`` on the performance counter."""
+    return round((time.perf_counter() - start) * 1e3, 3)
 
 
 def _escape(value: str) -> str:

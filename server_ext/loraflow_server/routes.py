@@ -72,7 +72,7 @@ class LoraflowEndpoints:
         add("POST", "/verify", lambda service, body: service.verify(body), body=True)
         add("POST", "/direct", lambda service, body: service.direct(body), body=True)
         add("POST", "/direct/probe", lambda service, body: service.probe(body), body=True)
-        add("POST", "/direct/sees", lambda service, body: service.sees(body), body=True)
+        add("POST", "/direct/sees", lambda service, body: service.slots.sees(body), body=True)
         add("POST", "/fold/layout", lambda service, body: service.fold_layout(body), body=True)
         add("POST", "/fold", lambda service, body: service.fold(body), body=True)
         add("POST", "/fold/undo", lambda service, body: service.fold_undo(body), body=True)
@@ -182,7 +182,7 @@ def _error(error: PluginError) -> Response:
 
 
 async def _list_adapters(service: Service, _: Mapping[str, Any]) -> Any:
-    return {"adapters": (await service.status())["adapters"], "used_names": service.used_names}
+    return {"adapters": (await service.status())["adapters"], "used_names": service.names.used}
 
 
 async def _metrics(service: Service, _: Mapping[str, Any]) -> str:

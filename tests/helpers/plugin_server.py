@@ -91,4 +91,4 @@ def plugin_server(host: LoraHost, root: Path, *, token: str | None = None) -> It
         server.should_exit = True
         thread.join(10)
         if plugin.service is not None:
-            plugin.service.inbox.close()
+            plugin.service.slots.inbox.close()

@@ -278,7 +278,7 @@ def test_an_error_of_ours_is_an_answer_with_a_code(host: LoraHost, root: Path, m
         def breaks(*args: Any) -> Any:
             raise RuntimeError("a bug \ud800")
 
-        monkeypatch.setattr("loraflow_server.service.Service.sees", breaks)
+        monkeypatch.setattr("loraflow_server.slot_desk.SlotDesk.sees", breaks)
         monkeypatch.setattr(logging.getLogger("vllm.loraflow"), "disabled", True)  # pytest's report is strict UTF-8
         with pytest.raises(HTTPFailure, match="RuntimeError: a bug") as caught:
             server.request("POST", PREFIX + "/direct/sees", json={"path": "/x"})

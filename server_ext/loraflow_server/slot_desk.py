@@ -1,0 +1,191 @@
+"""`SlotDesk`: LoRA slots as the API server sees them: where adapters lie in them, payloads into them, and the proof."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from loraflow_server import checks
+from loraflow_server.engine import Engine
+from loraflow_server.errors import PluginError
+from loraflow_server.events import log_event
+from loraflow_server.ids import content_id
+from loraflow_server.inbox import Inbox
+from loraflow_server.metrics import Metrics, elapsed_ms
+from loraflow_server.names import Names
+from loraflow_server.payload import Payloads, check_source
+from loraflow_server.settings import Settings
+from loraflow_server.weights import BaseWeights
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+__all__ = ["SlotDesk"]
+
+logger = logging.getLogger("vllm.loraflow")
+
+_LAYOUTS = 4
+"""Layouts whose payloads may be uploaded; as many as a worker keeps."""
+
+
+class SlotDesk:
+    """Proofs, and payloads that come without files.
+
+    Args:
+        engine: The engines.
+        weights: Watches over the base weights.
+        settings: What the operator decided.
+        names: The adapter names of this server.
+        metrics: Its counters.
+        lock: Held while anything changes.
+
+    Attributes:
+        inbox: Payloads that are being uploaded.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        weights: BaseWeights,
+        settings: Settings,
+        names: Names,
+        metrics: Metrics,
+        lock: asyncio.Lock,
+    ) -> None:
+        self.inbox = Inbox()
+        self._engine = engine
+        self._weights = weights
+        self._settings = settings
+        self._names = names
+        self._metrics = metrics
+        self._lock = lock
+        self._announced = Payloads(torch.device("cpu"))
+        self._payload_bytes: dict[str, int] = {}  # by layout agreed on: what an upload must have
+
+    async def layout(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Agree on where an adapter's tensors lie in the slots: ``{"tensors": {name: [rows, cols]}}``."""
+        tensors = checks.check_adapter(body.get("tensors"), self._settings.limits)
+        layout_id = content_id(tensors)
+        engines = await self._engine.workers("loraflow_layout", layout_id, tensors)
+        ranks = [{"dtype": rank["dtype"], "rects": rank["rects"]} for rank in engines[0]]
+        if any([{"dtype": r["dtype"], "rects": r["rects"]} for r in other] != ranks for other in engines[1:]):
+            raise PluginError("engines_differ", "the data-parallel engines have different layouts", status=500)
+        missing = _not_covered(tensors, [rank["rects"] for rank in ranks])
+        if missing:
+            raise PluginError(
+                "not_served",
+                f"{len(missing)} tensors would lie in no LoRA slot, the first: {', '.join(missing[:3])}",
+                details={"tensors": missing[:100]},
+            )
+        while len(self._payload_bytes) >= _LAYOUTS:
+            del self._payload_bytes[next(iter(self._payload_bytes))]
+        elements = sum(rows * cols for rows, cols in tensors.values())
+        self._payload_bytes[layout_id] = elements * (4 if ranks[0]["dtype"] == "float32" else 2)
+        return {
+            "layout_id": layout_id,
+            "dtype": ranks[0]["dtype"],
+            "tensors": tensors,
+            "ranks": [rank["rects"] for rank in ranks],
+            "engines": len(engines),
+        }
+
+    async def verify(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Checksum what is served under a name: ``{"name", "layout_id"}``."""
+        name, layout_id = checks.check_name(body.get("name")), checks.check_text(body, "layout_id")
+        item = self._engine.loaded().get(name)
+        if item is None:
+            raise PluginError("not_found", f"no adapter {name!r} is loaded", status=404)
+        if self._weights.touched:
+            await self._weights.compare()  # what may have changed them may have left them alone
+        engines = await self._engine.workers("loraflow_checksum", item.int_id, name, item.path, layout_id)
+        self._metrics.add("loraflow_verifies_total")
+        return self._digest_answer(name, engines)
+
+    async def probe(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Whether every worker reaches a payload: ``{"source"}`` gives its first 16 bytes as each sees them."""
+        source = check_source(body.get("source"), self._settings.limits.payload)
+        engines = await self._engine.workers("loraflow_probe", source)
+        return {"heads": [[rank["head"] for rank in ranks] for ranks in engines]}
+
+    async def sees(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Whether a file under the roots is on this host as well: ``{"path"}``."""
+        path = await asyncio.to_thread(checks.resolve_inside, body.get("path"), self._settings.roots, must_exist=False)
+        return {"sees": await asyncio.to_thread(path.is_file)}
+
+    async def upload(self, request: Request) -> dict[str, Any]:
+        """Like `direct`, for a trainer on another host: the payload is the request's body.
+
+        The rest is in the query: ``name``, ``path``, ``layout_id`` and the payload's ``blake3``.
+        """
+        query = dict(request.query_params)
+        nbytes = self._payload_bytes.get(checks.check_text(query, "layout_id"))
+        if nbytes is None:  # of a layout that was agreed on here, so that its size is known beforehand
+            raise PluginError("unknown_layout", "this layout was not agreed with this server", status=409)
+        self._names.check_free(checks.check_name(query.get("name")))
+        async with self.inbox.received(request, nbytes, checks.check_text(query, "blake3")) as source:
+            return await self.direct({**query, "source": source})
+
+    async def direct(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Install a payload as an adapter and checksum it: ``{"name", "path", "layout_id", "source"}``.
+
+        ``path`` is the folder that the version is published in: vLLM reads it where the adapter is asked for after its
+        caches let go of it. It may be written behind this call, or be the source itself (``{"kind": "folder"}``).
+        """
+        name, layout_id = checks.check_name(body.get("name")), checks.check_text(body, "layout_id")
+        if body.get("source") == {"kind": "folder"}:
+            folder = await asyncio.to_thread(checks.resolve_inside, body.get("path"), self._settings.roots)
+            file = await asyncio.to_thread(checks.check_folder, folder, self._settings.limits)
+            source: dict[str, Any] = {"kind": "folder", "path": str(folder), "nbytes": file.nbytes}
+        else:
+            source = check_source(body.get("source"), self._settings.limits.payload)
+            folder = checks.resolve_inside(body.get("path"), self._settings.roots, must_exist=False)
+        await self.arrival(source)
+        async with self._lock, self._engine.name_lock(name):
+            self._names.check_free(name)
+            await self._weights.need_pristine()
+            int_id = self._engine.next_id()
+            start = time.perf_counter()
+            try:
+                engines = await self._engine.workers("loraflow_direct", int_id, layout_id, source)
+            except PluginError:
+                # The engine knows ids only, and this one is used for nothing else: no trace of the name is left.
+                await self._engine.workers("loraflow_drop", int_id)
+                raise
+            self._engine.register(name, int_id, str(folder))
+            self._names.used[name] = "loaded"
+            elapsed = elapsed_ms(start)
+        self._metrics.add("loraflow_loads_total", carrier="direct")
+        self._metrics.add("loraflow_payload_bytes_total", source["nbytes"], carrier="direct")
+        log_event(logger, logging.INFO, "adapter_installed", name=name, id=int_id, ms=elapsed, bytes=source["nbytes"])
+        return self._digest_answer(name, engines) | {
+            "phases_ms": {"worker": max(rank["ms"] for ranks in engines for rank in ranks), "call": elapsed}
+        }
+
+    async def arrival(self, source: Mapping[str, Any]) -> None:
+        """A payload that was announced is waited for here while requests run, and by the workers of an idle engine."""
+        if self._engine.in_flight():
+            await self._announced.arrival(source)
+
+    def _digest_answer(self, name: str, engines: list[list[dict[str, Any]]]) -> dict[str, Any]:
+        item = self._engine.loaded()[name]
+        return {
+            "name": name,
+            "path": item.path,
+            "lora_int_id": item.int_id,
+            "engines": [[{"sums": rank["sums"], "dirty": rank["dirty"]} for rank in ranks] for ranks in engines],
+            "weights_touched": self._weights.touched,
+            "phases_ms": {"worker": max(rank["ms"] for ranks in engines for rank in ranks)},
+        }
+
+
+def _not_covered(tensors: Mapping[str, list[int]], ranks: list[list[list[int]]]) -> list[str]:
+    """Names of tensors that no rank serves, or serves in part only. Pieces of one tensor are equal or disjoint."""
+    area = dict.fromkeys(range(len(tensors)), 0)
+    for tensor, _, _, rows, cols, _ in {tuple(rect) for rects in ranks for rect in rects}:
+        area[tensor] += rows * cols
+    return [name for i, (name, shape) in enumerate(tensors.items()) if area[i] < shape[0] * shape[1]]
