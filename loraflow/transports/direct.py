@@ -118,6 +118,7 @@ class DirectTransport:
         Nothing is done where the payload travels in the call, where a server is one of before these calls, or where the
         last version is not in the store yet.
         """
+        self._called_for(None)
         flag, block = self._flag, self._block
         waits = flag is not None and not self._uploads and all(map(waits_for_payloads, servers))
         published = self._publishing is None or self._publishing[0].done()
@@ -137,7 +138,8 @@ class DirectTransport:
             raise LoraflowError("the direct carrier was not opened")
         copy = self._copy
         started = waited = announced = time.perf_counter()
-        if self._called is None:
+        installation = self._called_for(policy)
+        if installation is None:
             self.wait_published()
             waited = time.perf_counter()
             self._store.announce(policy)
@@ -145,10 +147,10 @@ class DirectTransport:
         copy.fill(snapshot)
         payload = self._put(servers)
         copied = time.perf_counter()
-        if self._called is not None and self._flag is not None:
+        if installation is not None and self._flag is not None:
             self._flag.payload_is_there()
             self._check(snapshot)  # while the servers work
-        installation, self._called = self._called or self._installation(policy), None
+        installation, self._called = installation or self._installation(policy), None
         outcomes = installation.on(servers, snapshot, payload, began=copied)
         self._publishing = self._publisher.submit(self._publish, policy, snapshot), policy, snapshot
         phases = {
@@ -179,10 +181,7 @@ class DirectTransport:
 
     def withdraw(self, policy: Policy, servers: Sequence[VLLMServer]) -> Mapping[str, Exception]:
         """Unload the name where it was installed; it is burnt. See `FilesystemTransport.withdraw`."""
-        if self._called is not None and self._flag is not None:
-            self._flag.call_off()
-            called, self._called = self._called, None
-            called.call_off()
+        self._called_for(None)
         self._settle(policy)
         return self._files.withdraw(policy, servers)
 
@@ -224,6 +223,15 @@ class DirectTransport:
     def _installation(self, policy: Policy) -> Installation:
         path = self._files.seen_by_server(self._store.path(policy))
         return Installation(self._agreements, self._files, policy, path)
+
+    def _called_for(self, policy: Policy | None) -> Installation | None:
+        """What was announced, where it is ``policy``; another version, whose payload will not come, is called off."""
+        called = self._called
+        if called is not None and called.policy != policy and self._flag is not None:
+            self._flag.call_off()
+            self._called = None
+            called.call_off()
+        return self._called
 
     def _agree(self, server: VLLMServer) -> SlotDigest:
         plugin = server.info.plugin

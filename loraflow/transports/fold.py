@@ -84,7 +84,8 @@ class FoldTransport:
         self._copy: _Payload | None = None
         self._block: Block | None = None
         self._flag: ReadyFlag | None = None
-        self._called: dict[str, Callable[[], dict[str, Any]]] = {}  # answers of servers that wait for the payload
+        self._called: dict[str, Callable[[], dict[str, Any]]] = {}  # answers of servers that wait for a payload
+        self._called_for: Policy | None = None  # that of this version
         self._checked: set[str] = set()
         self._served: dict[str, _Served] = {}
 
@@ -120,11 +121,13 @@ class FoldTransport:
 
         Nothing is done where the payload travels through files, or where a server is one of before these calls.
         """
+        self._call_off()
         block, flag = self._block, self._flag
         if block is None or flag is None or not all(map(waits_for_payloads, servers)):
             return False
         self._store.reserve(policy)
         settle_device(self._device)
+        self._called_for = policy
         source = {"source": flag.announced(block.source())}
         for server in servers:
             try:
@@ -138,6 +141,8 @@ class FoldTransport:
         if self._copy is None:
             raise LoraflowError("the fold carrier was not opened")
         copy = self._copy
+        if self._called_for != policy:
+            self._call_off()
         started = time.perf_counter()
         sums = copy.fill(snapshot)
         phases: dict[str, float] = {}
@@ -145,7 +150,7 @@ class FoldTransport:
         expected: list[int] = sums.tolist()
         if self._called and self._flag is not None:
             self._flag.payload_is_there(expected)
-        called, self._called = self._called, {}
+        called, self._called, self._called_for = self._called, {}, None
         phases["copy"] = (time.perf_counter() - started) * 1e3 - sum(phases.values())
 
         def fold(server: VLLMServer) -> Delivered:
@@ -157,12 +162,7 @@ class FoldTransport:
 
     def withdraw(self, policy: Policy, servers: Sequence[VLLMServer]) -> Mapping[str, Exception]:
         """Every server serves what it served before, and says so. See `Transport.withdraw`."""
-        if self._called and self._flag is not None:
-            self._flag.call_off()
-        called, self._called = self._called, {}
-        for answer in called.values():
-            with suppress(LoraflowError):  # that it was called off
-                answer()
+        self._call_off()
 
         def undo(server: VLLMServer) -> Delivered:
             layout, served = self._layouts[server.url], self._served[server.url]
@@ -235,6 +235,15 @@ class FoldTransport:
                 raise outcome.error
 
     # ---------------------------------------------------------------- inside
+
+    def _call_off(self) -> None:
+        """The payload of what was announced will not come: wait until nobody waits for it."""
+        if self._called and self._flag is not None:
+            self._flag.call_off()
+        called, self._called, self._called_for = self._called, {}, None
+        for answer in called.values():
+            with suppress(LoraflowError):  # which says so
+                answer()
 
     def _agree(self, server: VLLMServer) -> FoldLayout:
         plugin = server.info.plugin

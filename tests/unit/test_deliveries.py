@@ -173,6 +173,24 @@ def test_an_announced_version_that_does_not_come_leaves_nothing(
     assert outcome.proof.passed, outcome.proof.detail
 
 
+@pytest.mark.parametrize("again", [True, False], ids=["announced", "not announced"])
+def test_an_announced_version_is_not_taken_for_the_next(
+    announcing: tuple[DirectTransport, VLLMServer, Any], store: AdapterStore, again: bool
+) -> None:
+    """A trainer that was interrupted in between, say."""
+    transport, server, model = announcing
+    snapshot, second = take_snapshot(model, dtype=torch.bfloat16), Policy(store.run_id, 1)
+    if again:
+        assert transport.announce(second, [server], lambda _: None)
+    outcome = transport.deliver(second, snapshot, [server]).servers[server.url]
+    assert outcome.error is None
+    assert outcome.proof is not None
+    assert outcome.proof.passed, outcome.proof.detail
+    assert outcome.model == second.name
+    assert transport.holds(second, server)
+    assert not transport.holds(Policy(store.run_id, 0), server)
+
+
 def test_an_old_plugin_is_not_called_before_the_payload_is_there(
     url: str, store: AdapterStore, tiny_model: Path
 ) -> None:
