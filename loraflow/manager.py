@@ -90,7 +90,7 @@ class SyncManager:
         self._names: dict[str, str] = {}  # what requests are asked under now, by server URL; on rank 0
         self._next_version = 0
         self._attempted = 0
-        self._canary: int | None = None  # a version that no sync was attempted with, see `behind`
+        self._spent: list[int] = []  # versions that made nothing older, see `behind`
         self._last_step: int | None = None  # of the last delivery that was not seen to fail
         self._served_step: int | None = None
         self._closed = False
@@ -254,12 +254,14 @@ class SyncManager:
     def behind(self, versions: Tensor) -> Tensor:
         """How many attempted syncs each of ``versions`` is behind the newest one; of their shape, integers.
 
-        Numbers of versions are spent by canaries as well, which makes nothing older. A negative version, one that is
+        Numbers of versions are spent by canaries as well, and where the model was changed (`Gathering.announced`),
+        which makes nothing older. A negative version, one that is
         not known, is behind by more than all that were attempted.
         """
         spent = torch.zeros_like(versions)
-        if self._canary is not None and self._canary < self._attempted:
-            spent = ((versions >= 0) & (versions < self._canary)).to(versions.dtype)
+        for number in self._spent:
+            if number < self._attempted:
+                spent += ((versions >= 0) & (versions < number)).to(versions.dtype)
         return self._attempted - versions - spent
 
     # ---------------------------------------------------------------- rollouts
@@ -420,6 +422,7 @@ class SyncManager:
                 raise error
         except ModelChangedError as error:
             _log.info("%s was withdrawn, and the adapter is gathered anew: %s", policy, error)
+            self._spent.append(policy.version)
             return self._sync(step, expected, began=began, careful=True)
         else:
             return unless_failed(expected, self._conclude(record, error))
@@ -477,7 +480,7 @@ class SyncManager:
     def _try_canary(self, prover: Prover, base: Expected) -> None:
         """Serve an adapter whose effect stands clear of the noise, compare, and take it away."""
         policy = self._new_policy()
-        self._canary = policy.version
+        self._spent.append(policy.version)
         dtype = self._known().dtype
         canary, expected = self.ranks.together(lambda: find_canary(self.model, self._spec, dtype, prover, base))
         self.ranks.on_main(lambda: self._fleet.try_out(policy, canary, base, expected, prover) if self._fleet else None)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from loraflow.records import Proof
     from loraflow.server import VLLMServer
 
-__all__ = ["Delivered", "Delivery", "Transport"]
+__all__ = ["Delivered", "Delivery", "NotAnnounced", "Transport"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,19 @@ class Delivery:
     phases_ms: Mapping[str, float]
     servers: Mapping[str, Delivered]
     extra: Mapping[str, float] = field(default_factory=dict)
+
+
+class NotAnnounced:
+    """For carriers whose servers cannot be called before the content is there."""
+
+    def announce(
+        self,
+        policy: Policy,  # noqa: ARG002 - the protocol's
+        servers: Sequence[VLLMServer],  # noqa: ARG002
+        check: Callable[[AdapterSnapshot], None],  # noqa: ARG002
+    ) -> bool:
+        """Nothing is done. See `Transport.announce`."""
+        return False
 
 
 class Transport(Protocol):

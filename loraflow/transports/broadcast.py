@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -23,7 +23,7 @@ from loraflow.policy import Policy
 from loraflow.records import Proof
 from loraflow.server import HTTPFailure, VLLMServer
 from loraflow.transports.background import Task, each
-from loraflow.transports.base import Delivered, Delivery
+from loraflow.transports.base import Delivered, Delivery, NotAnnounced
 from loraflow.transports.groups import GlooGroup, Group, IpcGroup, NcclGroup, address_towards, require_own
 from loraflow.transports.link import PRISTINE, Link
 from loraflow.transports.merging import Merging
@@ -66,7 +66,7 @@ class _State:
     baseline: dict[str, str] | None = None
 
 
-class BroadcastTransport:
+class BroadcastTransport(NotAnnounced):
     """The ``nccl``, ``ipc`` and ``gloo`` carriers.
 
     Only what the adapter can change is sent, with what the server keeps in the same layer; merged in the trainer's
@@ -131,15 +131,6 @@ class BroadcastTransport:
         if self._config.verify != "canary":
             for state in self._states.values():
                 state.baseline = state.link.checksums()
-
-    def announce(
-        self,
-        policy: Policy,  # noqa: ARG002 - the protocol's
-        servers: Sequence[VLLMServer],  # noqa: ARG002
-        check: Callable[[AdapterSnapshot], None],  # noqa: ARG002
-    ) -> bool:
-        """Nothing: the merge needs the content."""
-        return False
 
     def deliver(self, policy: Policy, snapshot: AdapterSnapshot, servers: Sequence[VLLMServer]) -> Delivery:
         """Merge once, and send to all servers at the same time. See `Transport.deliver`.

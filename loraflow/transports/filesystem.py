@@ -16,7 +16,7 @@ from loraflow.errors import CapabilityError, LoadError, LoraflowError
 from loraflow.policy import Policy
 from loraflow.server import VLLMServer
 from loraflow.store import AdapterStore
-from loraflow.transports.base import Delivered, Delivery
+from loraflow.transports.base import Delivered, Delivery, NotAnnounced
 from loraflow.transports.install import Installation, Payload
 
 __all__ = ["FilesystemTransport", "on_every_server"]
@@ -24,7 +24,7 @@ __all__ = ["FilesystemTransport", "on_every_server"]
 _WORKERS = 32
 
 
-class FilesystemTransport:
+class FilesystemTransport(NotAnnounced):
     """The ``filesystem`` carrier: any folder or fsspec URL that trainer and servers reach.
 
     Args:
@@ -74,15 +74,6 @@ class FilesystemTransport:
                     server=server.url,
                     hint='install "loraflow[server]" beside vLLM, or set adapter_root to a folder that both mount',
                 )
-
-    def announce(
-        self,
-        policy: Policy,  # noqa: ARG002 - the protocol's
-        servers: Sequence[VLLMServer],  # noqa: ARG002
-        check: Callable[[AdapterSnapshot], None],  # noqa: ARG002
-    ) -> bool:
-        """Nothing: servers read what is published."""
-        return False
 
     def deliver(self, policy: Policy, snapshot: AdapterSnapshot, servers: Sequence[VLLMServer]) -> Delivery:
         """Publish once, then load on all servers at the same time."""

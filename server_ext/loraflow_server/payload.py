@@ -31,7 +31,8 @@ logger = logging.getLogger("vllm.loraflow.worker")
 
 SHM_DIR = Path("/dev/shm")  # noqa: S108 - where Linux keeps shared memory
 _BLOCK_NAME = re.compile(r"loraflow-[A-Za-z0-9_.-]{1,100}")
-_KEPT = 8
+_KEPT, _FLAGS = 2, 8
+"""Payload blocks and flags that stay mapped: the memory of a trainer that is gone is freed once others follow."""
 _PATIENCE = 0.25
 """Seconds that a worker, and with it the engine, waits for a payload that was announced."""
 _POLL, _SERVER_POLL = 20e-6, 300e-6
@@ -125,6 +126,7 @@ class Payloads:
         self._device = device
         self._dir = shm_dir
         self._blocks: dict[str, _Block] = {}
+        self._flags: dict[str, _Block] = {}
 
     def bytes_of(self, source: Mapping[str, Any]) -> torch.Tensor:
         """The payload's bytes; uint8, shape (nbytes,): on the host for ``shm``, on the device for ``cuda_ipc``.
@@ -138,7 +140,7 @@ class Payloads:
                 not come in time. ``called_off``: it will not come.
         """
         if source["kind"] == "shm":
-            found = self._shared(str(source["name"]), int(source["nbytes"])).view[: int(source["nbytes"])]
+            found = self._shared(self._blocks, str(source["name"]), int(source["nbytes"])).view[: int(source["nbytes"])]
         else:
             found = self._same_gpu(source)
         if "flag" in source:
@@ -151,7 +153,7 @@ class Payloads:
         return self._flag(flag)[1 : 1 + int(flag["numbers"])].tolist()
 
     def _flag(self, flag: Mapping[str, Any]) -> memoryview:
-        return self._shared(str(flag["name"]), 8 * (1 + int(flag["numbers"])), pin=False).words
+        return self._shared(self._flags, str(flag["name"]), 8 * (1 + int(flag["numbers"]))).words
 
     async def arrival(self, source: Mapping[str, Any]) -> None:
         """Wait for a payload that was announced, without an engine that waits with us. Raises as `bytes_of`."""
@@ -175,17 +177,18 @@ class Payloads:
 
     def close(self) -> None:
         """Unmap everything."""
-        for block in self._blocks.values():
+        for block in (*self._blocks.values(), *self._flags.values()):
             block.close()
         self._blocks.clear()
+        self._flags.clear()
 
-    def _keep(self, key: str, block: _Block) -> _Block:
-        while len(self._blocks) >= _KEPT:
-            self._blocks.pop(next(iter(self._blocks))).close()
-        self._blocks[key] = block
+    def _keep(self, kept: dict[str, _Block], key: str, block: _Block) -> _Block:
+        while len(kept) >= (_FLAGS if kept is self._flags else _KEPT):
+            kept.pop(next(iter(kept))).close()
+        kept[key] = block
         return block
 
-    def _shared(self, name: str, nbytes: int, *, pin: bool = True) -> _Block:
+    def _shared(self, kept: dict[str, _Block], name: str, nbytes: int) -> _Block:
         path = self._dir / name
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -198,16 +201,16 @@ class Payloads:
             if info.st_size < nbytes:
                 raise PluginError("no_block", f"{path} has {info.st_size} bytes, not {nbytes}", status=409)
             identity = (info.st_dev, info.st_ino, info.st_size)
-            known = self._blocks.get(name)
+            known = kept.get(name)
             if known is not None and known.identity == identity:
                 return known
             if known is not None:
-                self._blocks.pop(name).close()
+                kept.pop(name).close()
             memory = mmap.mmap(descriptor, info.st_size)
         finally:
             os.close(descriptor)
         view = torch.frombuffer(memory, dtype=torch.uint8)
-        return self._keep(name, _Block(identity, view, memory, pin and self._pin(view)))
+        return self._keep(kept, name, _Block(identity, view, memory, kept is self._blocks and self._pin(view)))
 
     def _pin(self, view: torch.Tensor) -> bool:
         if self._device.type != "cuda":
@@ -249,7 +252,7 @@ class Payloads:
             )
         except (RuntimeError, ValueError) as error:
             raise PluginError("no_block", f"the GPU memory could not be opened: {error}", status=409) from error
-        return self._keep(key, _Block((key,), view)).view
+        return self._keep(self._blocks, key, _Block((key,), view)).view
 
 
 def read_folder(path: str, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> torch.Tensor:

@@ -104,13 +104,15 @@ def test_a_policy_that_the_trainer_does_not_have_is_not_delivered(manager: SyncM
 
 def test_a_model_that_was_changed_is_gathered_anew(manager: SyncManager, policy: Any) -> None:
     """Tensors are gathered before the model is looked through, which happens while the server works."""
-    manager.sync(1)
+    before = manager.sync(1)
+    assert before is not None
     table = policy.get_base_model().model.layers[0].mlp.up_proj.lora_B
     table["default"] = torch.nn.Linear(table["default"].in_features, table["default"].out_features, bias=False)
     randomize(policy, seed=11, std=0.1)
     record = manager.sync(2)
     assert record is not None
     assert record.proven
+    assert int(manager.behind(torch.tensor(before.version))) == 1  # the attempt made nothing older
     served = torch.tensor(manager.servers[0].prompt_logprobs(PROMPT, model=manager.policy_name))
     assert (served - peft_logprobs(policy, PROMPT)).abs().max() < 1e-4
     settle(manager)

@@ -71,6 +71,27 @@ def test_a_payload_that_does_not_come_is_given_up(
     assert called_off.value.code == "called_off"
 
 
+def test_payloads_of_trainers_that_are_gone_are_let_go(flag: ReadyFlag) -> None:
+    """Flags are kept beside them, and take no payload's place."""
+    payloads, made = Payloads(CPU), [SharedBlock(64, CPU) for _ in range(4)]
+    for block in made:
+        source = flag.announced(block.source())
+        flag.payload_is_there(SUMS)
+        payloads.bytes_of(source)
+    assert list(payloads._blocks) == [block.name for block in made[2:]]
+    assert list(payloads._flags) == [source["flag"]["name"]]
+    for _ in range(10):
+        other = ReadyFlag()
+        source = other.announced(made[3].source())
+        other.payload_is_there()
+        payloads.bytes_of(source)
+        other.close()
+    assert len(payloads._flags) == 8
+    assert list(payloads._blocks) == [block.name for block in made[2:]]
+    for block in made:
+        block.close()
+
+
 def test_a_version_that_is_over_is_not_waited_for(block: SharedBlock, flag: ReadyFlag) -> None:
     """The block holds a later one's payload."""
     payloads, first = Payloads(CPU), flag.announced(block.source())

@@ -174,12 +174,12 @@ def test_the_sampled_token_is_found_among_the_likeliest() -> None:
 
 def test_a_number_that_a_canary_spent_makes_no_sample_older() -> None:
     manager = SyncManager(torch.nn.Linear(1, 1), "http://127.0.0.1:9", max_staleness=1)
-    manager._canary, manager._attempted = 1, 2  # version 0, the canary, and the first sync after it
+    manager._spent, manager._attempted = [1], 2  # version 0, the canary, and the first sync after it
     versions = torch.tensor([-1, 0, 2])
     assert manager.behind(versions).tolist() == [3, 1, 0]
     found = manager.correction(torch.zeros(3, 2), torch.zeros(3, 2), torch.ones(3, 2), versions=versions)
     assert found.keep.any(dim=1).tolist() == [False, True, True]
     manager._attempted = 3
     assert manager.behind(versions).tolist() == [4, 2, 1]
-    manager._canary = None
+    manager._spent = []
     assert manager.behind(versions).tolist() == [4, 3, 1]
