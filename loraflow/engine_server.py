@@ -26,7 +26,7 @@ from loraflow.http_errors import HTTPFailure
 from loraflow.launch import WORKER_EXTENSION, round_up_rank
 from loraflow.server import VLLMServer
 from loraflow.sleep import SleepingEngine, Weights
-from loraflow_server.engine import Engine, Loaded
+from loraflow_server.engine import CALL_TIMEOUT, Engine, Loaded
 from loraflow_server.errors import PluginError
 from loraflow_server.service import Service
 from loraflow_server.settings import Settings
@@ -79,8 +79,8 @@ class LocalEngine(Engine):
         super().__init__(llm.llm_engine, names)
         self._ids = itertools.count(1)
 
-    async def utility(self, method: str, *args: Any) -> list[Any]:
-        """One call to the engine; its answer in a list of one.
+    async def utility(self, method: str, *args: Any, limit: float = CALL_TIMEOUT) -> list[Any]:  # noqa: ARG002
+        """One call to the engine; its answer in a list of one. There is nobody to wait for, so no ``limit``.
 
         Raises:
             PluginError: ``engine_failed``.

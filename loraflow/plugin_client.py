@@ -110,6 +110,12 @@ class ServedSums:
     engines: Sequence[Sequence[Sequence[int]]]
     version: str | None
 
+    @classmethod
+    def from_json(cls, answer: Mapping[str, Any]) -> ServedSums:
+        """Read the plugin's answer."""
+        engines = [[[int(total) for total in rank] for rank in ranks] for ranks in answer["engines"]]
+        return cls(engines, answer.get("weight_version"))
+
 
 @dataclass(frozen=True)
 class Held:
@@ -279,9 +285,42 @@ class PluginClient:
     def weights_sums(self, layout_id: str, *, timeout: float | None = None) -> ServedSums:
         """Checksum of each piece of them as served now."""
         body = {"layout_id": layout_id}
-        answer = self._request("POST", f"{_ROOT}/weights/sums", json=body, timeout=timeout, retry=True)
-        engines = [[[int(total) for total in rank] for rank in ranks] for ranks in answer["engines"]]
-        return ServedSums(engines, answer.get("weight_version"))
+        return ServedSums.from_json(
+            self._request("POST", f"{_ROOT}/weights/sums", json=body, timeout=timeout, retry=True)
+        )
+
+    @_understood
+    def weights_receive(
+        self,
+        layout_id: str,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        buckets: Sequence[int],
+        *,
+        label: str,
+        bucket_timeout: float,
+        timeout: float | None = None,
+    ) -> ServedSums:
+        """Have the workers, which are in a group with this process, write what it broadcasts to where it is served.
+
+        Args:
+            layout_id: As of `weights_layout`, for these weights or more.
+            names: Checkpoint names, in the order of travel.
+            dtypes: Of each, e.g. ``bfloat16``.
+            buckets: How many of them each bucket holds.
+            label: The name of the weights afterwards.
+            bucket_timeout: Seconds that a worker waits for one bucket.
+            timeout: Seconds for the call.
+        """
+        body = {
+            "layout_id": layout_id,
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "buckets": list(buckets),
+            "label": label,
+            "timeout": bucket_timeout,
+        }
+        return ServedSums.from_json(self._request("POST", f"{_ROOT}/weights/receive", json=body, timeout=timeout))
 
     @_understood
     def hold(self, label: str, *, timeout: float | None = None) -> Held:

@@ -18,7 +18,7 @@ from loraflow.adapter import AdapterSnapshot
 from loraflow.config import SyncConfig
 from loraflow.errors import CapabilityError, ConfigError, LoadError, LoraflowError, VerifyError
 from loraflow.launch import free_port
-from loraflow.merge import MergeSource
+from loraflow.merge import MergeSource, WireTensor
 from loraflow.policy import Policy
 from loraflow.records import Proof
 from loraflow.server import HTTPFailure, VLLMServer
@@ -27,7 +27,7 @@ from loraflow.transports.base import Delivered, Delivery, NotAnnounced
 from loraflow.transports.groups import GlooGroup, Group, IpcGroup, NcclGroup, address_towards, require_own
 from loraflow.transports.link import PRISTINE, Link
 from loraflow.transports.merging import Merging
-from loraflow.transports.pipeline import send
+from loraflow.transports.pipeline import buckets_of, send
 from loraflow.transports.requirements import check_alignment, check_server, common_dtype
 from loraflow.transports.weight_digest import WeightDigest, WeightLayout
 from loraflow.transports.wire import plan_buckets, touched_tensors, with_siblings
@@ -278,15 +278,19 @@ class BroadcastTransport(NotAnnounced):
         layouts = {link.server.url: layout for link in links if (layout := self._states[link.server.url].layout)}
         digest = self._digest_for(list(layouts.values()))
         errors: dict[str, Exception] = {}
-        begins = Task(lambda: each(links, lambda link: link.begin(served.version, merge.tensors)), name="begin")
+        buckets = buckets_of(merge.tensors, self._config.bucket_bytes, capped=self.name == "ipc")
+        straight = _straight(links, layouts, merge.tensors)
+
+        def begin(link: Link) -> None:
+            link.begin(served.version, buckets, straight.get(link.server.url))
+
+        begins = Task(lambda: each(links, begin), name="begin")
         try:
             phases = send(
                 links,
-                merge.tensors,
+                buckets,
                 merge.stream,
                 errors,
-                bucket_bytes=self._config.bucket_bytes,
-                capped=self.name == "ipc",
                 seen=None if digest is None else digest.see_all,
                 grouped=merge.grouped,
                 begun=lambda: begins.result(threading.TIMEOUT_MAX),  # every call of it has its limit
@@ -402,6 +406,15 @@ class BroadcastTransport(NotAnnounced):
     def _raise_first(errors: Mapping[str, Exception]) -> None:
         for error in errors.values():
             raise error
+
+
+def _straight(
+    links: Sequence[Link], layouts: Mapping[str, WeightLayout], tensors: Sequence[WireTensor]
+) -> dict[str, str]:
+    """The layout's handle by URL, for servers that can write these very weights to where they are served."""
+    names = {tensor.name for tensor in tensors}
+    able = [link.server.url for link in links if link.writes_straight and link.server.url in layouts]
+    return {url: layouts[url].layout_id for url in able if names == set(layouts[url].names)}
 
 
 def _begun(begins: Task[dict[str, Exception]]) -> Mapping[str, Exception]:

@@ -2,9 +2,9 @@
 
 The order of an update: mark the version as partial → pause (requests wait) → unload adapters (rule 8) → start →
 announce and receive → finish with the version → prove it and read it back → reset the prefix cache → resume. Where
-loraflow's plugin can, the first two are one call, the proof and the read-back another, and the last two a third. A
-server that fails stays paused, since its layers may lack weights, until `Link.connect` and a whole update have put it
-right.
+loraflow's plugin can, the first two are one call, the last two another, and all between them a third: its workers
+write what they receive straight to where it is served (`loraflow_server.receive`), and checksum it. A server that fails
+stays paused, since its layers may lack weights, until `Link.connect` and a whole update have put it right.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from loraflow.errors import LoadError, SyncTimeout
-from loraflow.merge import WireTensor
-from loraflow.plugin_client import PluginClient
+from loraflow.plugin_client import PluginClient, ServedSums
 from loraflow.server import HTTPFailure, VLLMServer
 from loraflow.transports.background import Awaited, Task, wait_until
 from loraflow.transports.groups import Group, Pending
@@ -78,6 +77,7 @@ class Link:
         self._update: Task[Any] | None = None
         self._paused_here = False
         self._labelled = PRISTINE
+        self._straight = False  # the last update went past vLLM's own loading
 
     # ---------------------------------------------------------------- connecting
 
@@ -138,6 +138,8 @@ class Link:
         vLLM keeps a failed update's tensors with their layers and would count them towards the next one; an update
         without tensors makes it let go of them. Only done where something is left: it touches every layer.
         """
+        if self.broken and self._straight:
+            return  # nothing is kept on the way
         found = self.version()
         if not self.broken and (found == self._labelled or not found.endswith(_PARTIAL)):
             return
@@ -164,14 +166,27 @@ class Link:
     def out_of_step(self) -> bool:
         """Whether a worker's error has left the server unable to answer.
 
-        vLLM's executor with several workers is, after any error of one; loraflow's own gloo engine never raises there.
+        vLLM's executor with several workers is, after any error of one; loraflow's own gloo engine and worker never
+        raise there.
         """
-        return self.broken and self._carrier != "gloo" and (self.server.info.tensor_parallel or 1) > 1
+        raises = self._carrier != "gloo" and not self._straight
+        return self.broken and raises and (self.server.info.tensor_parallel or 1) > 1
+
+    @property
+    def writes_straight(self) -> bool:
+        """Whether the server can write what it receives to where it is served, once that is agreed on."""
+        return self._carrier != "ipc" and self._can("receive")
 
     # ---------------------------------------------------------------- one update
 
-    def begin(self, version: str, tensors: Sequence[WireTensor]) -> None:
-        """Prepare the server, and announce ``tensors`` where the carrier announces once."""
+    def begin(self, version: str, buckets: Sequence[Bucket], layout_id: str | None = None) -> None:
+        """Prepare the server, and announce the tensors of ``buckets`` where the carrier announces once.
+
+        Args:
+            version: The version that they are of.
+            buckets: What will be sent.
+            layout_id: Where the server serves them, for it to write them there; None where vLLM is to load them.
+        """
         self.phases_ms = {}
         self._update = None
         self.unsettled = True  # until requests are let in again
@@ -184,13 +199,28 @@ class Link:
                 self.server.unload_adapter(name)
         group = self.group or self.connect()
         self.broken = True  # until `finish` has succeeded
-        with self._in_phase("start"):
-            self._post("/start_weight_update", start_body(self.server.info.version))
+        self._straight = layout_id is not None
+        if not self._straight:
+            with self._in_phase("start"):
+                self._post("/start_weight_update", start_body(self.server.info.version))
         self._started = time.perf_counter()
-        if self._carrier != "ipc":
+        tensors = [slot.tensor for bucket in buckets for slot in bucket.slots]
+        limit = self._timeout * (2 + len(buckets))
+        if layout_id is not None:
+            receive = partial(
+                PluginClient(self.server.request).weights_receive,
+                layout_id,
+                [tensor.name for tensor in tensors],
+                [tensor.dtype_name for tensor in tensors],
+                [len(bucket.slots) for bucket in buckets],
+                label=_until_resumed(version),
+                bucket_timeout=self._timeout,
+                timeout=limit,
+            )
+            self._update = Task(receive, name="receive")
+        elif self._carrier != "ipc":
             body = update_info(self._carrier, self.server.info.version, tensors, bucket_bytes=self._bucket_bytes)
             body |= group.stamp()
-            limit = self._timeout * (2 + sum(t.nbytes for t in tensors) / self._bucket_bytes)
             self._update = Task(
                 lambda: self._post("/update_weights", {"update_info": body}, timeout=limit), name="update"
             )
@@ -228,38 +258,26 @@ class Link:
             if not ended:
                 raise SyncTimeout(f"a bucket was not taken within {self._timeout:g} s", server=self.server.url)
 
-    def finish(self, version: str, prove: Callable[[], str | None] | None = None) -> None:
+    def finish(self, version: str, prove: Callable[[ServedSums | None], str | None] | None = None) -> None:
         """End the update as ``version``, and let requests in again.
 
         Args:
             version: Label of the weights from now on.
-            prove: Raises where the server holds something else; asked before requests are let in. It gives the label
-                that it found, where it was told.
+            prove: Raises where the server holds something else; asked before requests are let in. It is given what
+                the server said that it holds, where it has, and gives the label that it found, where it was told.
         """
+        label = _until_resumed(version)
         with self._in_phase("broadcast"):
-            if self._update is not None:
-                try:
-                    self._update.result(self._timeout)
-                except TimeoutError as error:
-                    raise SyncTimeout(
-                        f"the server did not load the last bucket within {self._timeout:g} s", server=self.server.url
-                    ) from error
-            if self.group is not None:
-                self.group.confirm("received", self._timeout)
+            served = self._taken()
         self.phases_ms["update"] = (time.perf_counter() - self._started) * 1e3
-        label = (
-            version if version != PRISTINE else version + _PARTIAL
-        )  # until requests are let in: a death before that must show
-        with self._in_phase("finish"):
-            self._post("/finish_weight_update", {"weight_version": label})
-            if self.group is not None:
-                self.group.confirm("finished", self._timeout)
-            self._labelled = label
-            if prove is None:
-                self._require_label(label, None)
-        if prove is not None:
-            with self._in_phase("digest"):
-                self._require_label(label, prove())
+        if not self._straight:
+            with self._in_phase("finish"):
+                self._post("/finish_weight_update", {"weight_version": label})
+                if self.group is not None:
+                    self.group.confirm("finished", self._timeout)
+        self._labelled = label
+        with self._in_phase("digest" if prove is not None else "finish"):
+            self._require_label(label, None if prove is None else prove(served))
         if not (self._by_plugin and self._paused_here):  # the plugin's resume empties the caches itself
             with self._in_phase("cache"):
                 self.server.reset_prefix_cache()
@@ -269,6 +287,20 @@ class Link:
             if label != version:
                 self._label(version)
         self.unsettled = False
+
+    def _taken(self) -> ServedSums | None:
+        """Wait until the server has taken the last bucket; what it holds then, where it says so."""
+        answer = None
+        if self._update is not None:
+            try:
+                answer = self._update.result(self._timeout)
+            except TimeoutError as error:
+                raise SyncTimeout(
+                    f"the server did not load the last bucket within {self._timeout:g} s", server=self.server.url
+                ) from error
+        if self.group is not None and not self._straight:
+            self.group.confirm("received", self._timeout)
+        return answer if isinstance(answer, ServedSums) else None
 
     def abandon(self) -> None:
         """Give up on the update under way; the server stays paused, and the group is dropped."""
@@ -395,3 +427,8 @@ class Link:
 
     def _in_phase(self, phase: str) -> AbstractContextManager[None]:
         return in_phase(phase, self.phases_ms, self.server.url)
+
+
+def _until_resumed(version: str) -> str:
+    """What weights are labelled until requests are let in: a death before that must show in the label of the base."""
+    return version if version != PRISTINE else version + _PARTIAL

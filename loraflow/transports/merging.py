@@ -42,7 +42,7 @@ class Merging:
     Args:
         source: The trainer's weights.
         device: Where buckets lie.
-        bucket_bytes: See `loraflow.transports.pipeline.send`.
+        bucket_bytes: See `loraflow.transports.pipeline.buckets_of`.
         capped: Likewise.
     """
 

@@ -40,7 +40,10 @@ class Grouped(Protocol):
 
 
 def buckets_of(tensors: Sequence[WireTensor], bucket_bytes: int, *, capped: bool = False) -> list[Bucket]:
-    """The buckets that `send` cuts ``tensors`` into; its arguments."""
+    """Cut ``tensors`` into the buckets of one update; see `plan_buckets`.
+
+    ``capped``: a tensor larger than a bucket makes the bucket larger.
+    """
     if capped:
         bucket_bytes = max(bucket_bytes, *(tensor.nbytes for tensor in tensors))
     return plan_buckets(tensors, bucket_bytes, capped=capped)
@@ -48,27 +51,23 @@ def buckets_of(tensors: Sequence[WireTensor], bucket_bytes: int, *, capped: bool
 
 def send(
     links: Sequence[Link],
-    tensors: Sequence[WireTensor],
+    buckets: Sequence[Bucket],
     stream: Iterator[tuple[str, Tensor]],
     errors: dict[str, Exception],
     *,
-    bucket_bytes: int,
-    capped: bool = False,
     seen: Callable[[Sequence[tuple[str, Tensor]]], None] | None = None,
     grouped: Grouped | None = None,
     begun: Callable[[], Mapping[str, Exception]] | None = None,
 ) -> dict[str, float]:
-    """Send what ``stream`` yields to every link that has no error yet.
+    """Send ``buckets``, filled with what ``stream`` yields, to every link that has no error yet.
 
     Memory: the carrier's number of buckets, and what the stream holds for one tensor.
 
     Args:
         links: Servers that have been told what comes, or are being told.
-        tensors: What comes, in order.
+        buckets: What comes, in order; see `buckets_of`.
         stream: Yields exactly that; but for what ``grouped`` writes.
         errors: By URL; a link that fails is entered here, and left out from then on.
-        bucket_bytes: See `plan_buckets`.
-        capped: See `plan_buckets`; a tensor larger than a bucket makes the bucket larger.
         seen: Given the tensors of each bucket as they lie there, before it leaves.
         grouped: Writes some of the tensors of a bucket by itself.
         begun: Waits until the servers have been told, and gives the errors of those that could not be. Meanwhile the
@@ -83,7 +82,6 @@ def send(
     groups = [link.group for link in links if link.group is not None and link.server.url not in errors]
     if not groups:
         return {}
-    buckets = buckets_of(tensors, bucket_bytes, capped=capped)
     count = min(len(buckets), *(group.buffers for group in groups))
     size = max((bucket.nbytes for bucket in buckets), default=0)
     buffers = [torch.empty(size, dtype=torch.uint8, device=groups[0].device) for _ in range(count)]

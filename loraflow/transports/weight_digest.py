@@ -19,7 +19,7 @@ from torch import Tensor
 from loraflow.errors import LoadError
 from loraflow.layout import Rect, dtype_of
 from loraflow.merge import WireTensor
-from loraflow.plugin_client import PluginClient
+from loraflow.plugin_client import PluginClient, ServedSums
 from loraflow.server import VLLMServer
 from loraflow_server.checksum import StreamSums
 
@@ -143,14 +143,20 @@ class WeightDigest:
                 found += [f"{name} ({where})" for name, right, given in pairs if right != given]
         return found
 
-    def require(self, server: VLLMServer, layout: WeightLayout) -> str | None:
+    def require(self, server: VLLMServer, layout: WeightLayout, served: ServedSums | None = None) -> str | None:
         """Raise `LoadError` where ``server`` holds something else than what travelled.
+
+        Args:
+            server: The server.
+            layout: Where it serves it.
+            served: What it holds, where it has said so.
 
         Returns:
             The name that its weights have then; None where it does not say.
         """
-        client = PluginClient(partial(server.request, kept=True))
-        served = client.weights_sums(layout.layout_id, timeout=server.load_timeout)
+        if served is None:
+            client = PluginClient(partial(server.request, kept=True))
+            served = client.weights_sums(layout.layout_id, timeout=server.load_timeout)
         wrong = self.wrong(layout, served.engines)
         if wrong:
             raise LoadError(

@@ -20,6 +20,7 @@ __all__ = [
     "check_adapter",
     "check_folder",
     "check_header",
+    "check_incoming",
     "check_name",
     "check_shapes",
     "check_tensor_name",
@@ -32,6 +33,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _TENSOR = re.compile(r"[A-Za-z0-9_.\-]{1,512}")
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _MAX_DIM = 1 << 31
+_PLAIN_DTYPES = ("float32", "bfloat16", "float16")
+_LONGEST = 86_400
 
 
 @dataclass(frozen=True)
@@ -251,3 +254,29 @@ def check_shapes(given: object, limit: int, *, dims: tuple[int, ...] = (2,)) -> 
         if not whole:
             raise PluginError("bad_request", f"{name}: a shape is [rows, columns]")
     return {name: given[name] for name in sorted(given)}
+
+
+def check_incoming(body: Mapping[str, Any], limits: Limits) -> tuple[dict[str, Any], str, float]:
+    """What a trainer is about to broadcast (`loraflow_server.receive.Incoming`), the label, and seconds per bucket.
+
+    Raises:
+        PluginError: ``bad_request``.
+    """
+    names, dtypes, buckets = (body.get(key) for key in ("names", "dtypes", "buckets"))
+    if not isinstance(names, list) or not 0 < len(names) <= limits.tensors:
+        raise PluginError("bad_request", f"names is a list of 1 to {limits.tensors} weights")
+    for name in names:
+        check_tensor_name(name)
+    if len(set(names)) < len(names):
+        raise PluginError("bad_request", "a weight travels once")
+    known = isinstance(dtypes, list) and len(dtypes) == len(names) and all(d in _PLAIN_DTYPES for d in dtypes)
+    if not known:
+        raise PluginError("bad_request", f"dtypes is a list as long as names, of {', '.join(_PLAIN_DTYPES)}")
+    counts = isinstance(buckets, list) and all(_is_count(n) and n > 0 for n in buckets)
+    if not counts or sum(buckets or ()) != len(names):
+        raise PluginError("bad_request", "buckets is a list of counts that add up to names")
+    timeout = body.get("timeout")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST:
+        raise PluginError("bad_request", f"timeout is a number of seconds, at most {_LONGEST}")
+    incoming = {"layout_id": check_text(body, "layout_id"), "names": names, "dtypes": dtypes, "buckets": buckets}
+    return incoming, check_text(body, "label", 256), float(timeout)

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["asleep", "fold", "fresh_caches", "hold", "install", "release"]
+__all__ = ["asleep", "fold", "fresh_caches", "hold", "install", "receive", "release"]
 
 logger = logging.getLogger("vllm.loraflow")
 
@@ -28,6 +28,7 @@ def install() -> None:
     EngineCore.loraflow_asleep = asleep
     EngineCore.loraflow_hold = hold
     EngineCore.loraflow_release = release
+    EngineCore.loraflow_receive = receive
 
 
 def fold(
@@ -75,6 +76,25 @@ def fold(
         undo_error = next((rank["error"]["message"] for rank in undone if "error" in rank), None)
         lap("undo")
     return {"ranks": ranks, "cache_error": cache_error, "undo_error": undo_error, "phases_ms": phases}
+
+
+def receive(self: Any, label: str, incoming: dict[str, Any], timeout: float) -> dict[str, Any]:
+    """Receive weights on every rank while no step runs; where all of them have all of it, name the weights ``label``.
+
+    Returns:
+        ``ranks``: each worker's answer; ``version``: the weights' name then.
+    """
+    error = None
+    if asleep(self):
+        error = {"code": "asleep", "message": "the server sleeps: wake it up before the sync", "status": 409}
+    elif not self.is_scheduler_paused():
+        error = {"code": "not_held", "message": "hold requests before weights are sent", "status": 409}
+    if error is not None:
+        return {"ranks": [{"error": error}], "version": str(self.get_weight_version())}
+    ranks = self.collective_rpc("loraflow_receive", None, (incoming, timeout), None)
+    if all("ok" in rank for rank in ranks):
+        self.set_weight_version(label)
+    return {"ranks": ranks, "version": str(self.get_weight_version())}
 
 
 def asleep(self: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 from loraflow_server.errors import PluginError
 
-__all__ = ["Engine", "Loaded", "answers_of", "require_fresh"]
+__all__ = ["CALL_TIMEOUT", "Engine", "Loaded", "answers_of", "require_fresh"]
 
 CALL_TIMEOUT = 300.0
 """Seconds that one call to the workers may take."""
@@ -74,19 +74,19 @@ class Engine:
 
     # ---------------------------------------------------------------- workers
 
-    async def utility(self, method: str, *args: Any) -> list[Any]:
+    async def utility(self, method: str, *args: Any, limit: float = CALL_TIMEOUT) -> list[Any]:
         """One call to every data-parallel engine; their answers in order.
 
         Raises:
-            PluginError: ``engine_failed``, or ``engine_timeout`` after `CALL_TIMEOUT` seconds.
+            PluginError: ``engine_failed``, or ``engine_timeout`` after ``limit`` seconds.
         """
         core = self.client.engine_core
         calls = [core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines]
         try:
-            async with asyncio.timeout(CALL_TIMEOUT):
+            async with asyncio.timeout(limit):
                 return list(await asyncio.gather(*calls))
         except TimeoutError as error:
-            raise PluginError("engine_timeout", f"no answer after {CALL_TIMEOUT:.0f} s", status=504) from error
+            raise PluginError("engine_timeout", f"no answer after {limit:.0f} s", status=504) from error
         except Exception as error:  # vLLM raises a bare Exception with the engine's reason in it
             raise PluginError("engine_failed", f"{method}: {error}", status=500) from error
 
@@ -209,6 +209,27 @@ class Engine:
             return {"was": was, "paused_here": await self.pause()}
         (answer,) = await self.utility("loraflow_hold", label)
         return dict(answer)
+
+    @property
+    def has_group(self) -> bool:
+        """Whether workers can join a trainer's broadcast group."""
+        transfer = getattr(self.config, "weight_transfer_config", None)
+        return getattr(transfer, "backend", None) in {"nccl", "gloo"}
+
+    async def receive(
+        self, label: str, incoming: Mapping[str, Any], timeout: float, limit: float
+    ) -> tuple[list[list[dict[str, Any]]], str]:
+        """Have every worker receive what a trainer sends; their answers by engine and rank, and the weights' name.
+
+        Args:
+            label: The name that they get.
+            incoming: See `loraflow_server.receive.Incoming`.
+            timeout: Seconds for one bucket.
+            limit: Seconds for all of it.
+        """
+        engines = await self.utility("loraflow_receive", label, dict(incoming), timeout, limit=limit)
+        ranks = [answers_of(engine["ranks"], number) for number, engine in enumerate(engines)]
+        return ranks, next((found["version"] for found in engines if found["version"] != label), label)
 
     async def release(self) -> None:
         """`fresh_caches` and `resume`; where the first fails on any engine, none goes on."""

@@ -1,4 +1,4 @@
-"""The worker's part of fold, and of proving merged weights, as `LoraflowWorker` mixes it in."""
+"""The worker's part of fold, and of merged broadcasts, as `LoraflowWorker` mixes it in."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from loraflow_server.answers import answers
 from loraflow_server.errors import PluginError
 from loraflow_server.fold import Fold, FoldModule
 from loraflow_server.payload import Payloads, read_folder
+from loraflow_server.receive import Incoming, line_of, receive
 from loraflow_server.served import ServedWeights
 
 __all__ = ["FoldWorker"]
 
 
 class FoldWorker:
-    """Methods of a worker that fold adapters into its weights, and checksum weights."""
+    """Methods of a worker that fold adapters into its weights, receive merged ones, and checksum them."""
 
     model_runner: Any
     device: torch.device
+    weight_transfer_engine: Any
 
     def loraflow_payloads(self) -> Payloads:
         """The payload blocks that this worker has open."""
@@ -97,7 +99,7 @@ class FoldWorker:
             known[1].restore()
         return {"restored": known is not None}
 
-    # ---------------------------------------------------------------- checksums of merged weights
+    # ---------------------------------------------------------------- merged weights
 
     @answers
     def loraflow_weights_layout(self, layout_id: str, tensors: Mapping[str, Sequence[int]]) -> Mapping[str, Any]:
@@ -109,7 +111,21 @@ class FoldWorker:
     @answers
     def loraflow_weights_sums(self, layout_id: str) -> Mapping[str, Any]:
         """Checksum of each of them, as served now."""
+        return {"sums": self._loraflow_served(layout_id).sums(self.model_runner.get_model())}
+
+    @answers
+    def loraflow_receive(self, incoming: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
+        """Write what the trainer broadcasts to where it is served, and checksum all of the layout's weights then.
+
+        What has arrived before a failure stays: requests must not be let in before another update.
+        """
+        coming, model, device = Incoming(**incoming), self.model_runner.get_model(), torch.device(self.device)
+        served = self._loraflow_served(coming.layout_id)
+        receive(line_of(self.weight_transfer_engine, device, timeout), coming, served, model, device)
+        return {"sums": served.sums(model)}
+
+    def _loraflow_served(self, layout_id: str) -> ServedWeights:
         known: tuple[str, ServedWeights] | None = self.__dict__.get("_loraflow_weights")
         if known is None or known[0] != layout_id:
             raise PluginError("unknown_layout", f"layout {layout_id!r} was not agreed with this server", status=409)
-        return {"sums": known[1].sums(self.model_runner.get_model())}
+        return known[1]

@@ -93,14 +93,18 @@ class _Slot:
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type: ignore[misc]
-    """The worker's side of a gloo broadcast group."""
+    """The worker's side of a gloo broadcast group.
+
+    Attributes:
+        process_group: The group; None where none was joined.
+    """
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._group: Any = None
+        self.process_group: Any = None
         self._store: Any = None
         self._rank = 0
         self._update = 0
@@ -136,7 +140,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             for slots in _buckets(update_info, self._bucket_bytes):
                 last = slots[-1]
                 bucket = torch.empty(last.start + last.size, dtype=torch.uint8)
-                self._group.broadcast(bucket, 0).wait()
+                self.process_group.broadcast(bucket, 0).wait()
                 if not self._failure:
                     weights = [(slot.name, _unpack(bucket, slot).to(self.device)) for slot in slots]
                     self._attempt("load", partial(self.model.load_weights, weights))
@@ -155,7 +159,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def shutdown(self) -> None:
         """Leave the group."""
-        self._group = None
+        self.process_group = None
         self._store = None
 
     def _join(self, info: GlooInitInfo) -> None:
@@ -168,7 +172,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         options._timeout = limit
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=_address_towards(host, port))]
         group = _c10d.ProcessGroupGloo(_c10d.PrefixStore("loraflow", store), self._rank, info.world_size, options)
-        self._group, self._store, self._bucket_bytes = group, store, info.packed_buffer_size_bytes
+        self.process_group, self._store, self._bucket_bytes = group, store, info.packed_buffer_size_bytes
 
     def _attempt(self, phase: str, work: Callable[[], object]) -> None:
         """Run ``work``; an error is kept for `_tell`, and the first one of an update is the one told."""

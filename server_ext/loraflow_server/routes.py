@@ -80,6 +80,7 @@ class LoraflowEndpoints:
         add("GET", "/base", lambda service, _: service.base())
         add("POST", "/weights/layout", lambda service, body: service.weights_layout(body), body=True)
         add("POST", "/weights/sums", lambda service, body: service.weights_sums(body), body=True)
+        add("POST", "/weights/receive", lambda service, body: service.weights_receive(body), body=True)
         add("POST", "/pause", lambda service, _: service.pause())
         add("POST", "/hold", lambda service, body: service.hold(body), body=True)
         add("POST", "/resume", lambda service, _: service.resume())

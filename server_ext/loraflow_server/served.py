@@ -1,4 +1,4 @@
-"""`ServedWeights`: checksums of what the served model holds of given checkpoint weights, wherever it holds it."""
+"""`ServedWeights`: where the served model holds given checkpoint weights, and checksums of what is there."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ class ServedWeights:
         model: The served model.
         weights: Checkpoint name to shape.
 
+    Attributes:
+        dtypes: Of each piece, as served.
+        shapes: Of each weight, by name; one of shape (n,) counts as (n, 1).
+
     Raises:
         PluginError: ``unsupported_layout`` or ``not_live`` (409): what is served cannot be told from such places.
     """
@@ -49,6 +53,8 @@ class ServedWeights:
     def __init__(self, model: Any, weights: Mapping[str, Sequence[int]]) -> None:
         found = find_served(model, weights, shared=True)
         require_live(model, found)
+        self._names = list(weights)
+        self.shapes = {name: _matrix(shape) for name, shape in weights.items()}
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._places = []
         for piece in found:
@@ -65,10 +71,28 @@ class ServedWeights:
         """The pieces, ``Rect.tensor`` indexing ``weights``; one (n,) counts as (n, 1)."""
         return [place.rect for place in self._places]
 
+    def places(self, model: Any) -> dict[str, list[tuple[Rect, torch.Tensor]]]:
+        """Each weight's pieces with the memory that serves them, by name.
+
+        Raises:
+            PluginError: ``moved`` (409).
+        """
+        found: dict[str, list[tuple[Rect, torch.Tensor]]] = {}
+        for place, view in zip(self._places, self._views(model), strict=True):
+            found.setdefault(self._names[place.rect.tensor], []).append((place.rect, view))
+        return found
+
     def sums(self, model: Any) -> list[int]:
         """Checksum of each piece as served now, row by row in its own dtype."""
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        views = [place.of(parameters) for place in self._places]
+        views = self._views(model)
         self._stream.restart()
         self._stream.take_all(range(len(views)), views)
         return self._stream.finish()
+
+    def _views(self, model: Any) -> list[torch.Tensor]:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        return [place.of(parameters) for place in self._places]
+
+
+def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+    return (shape[0], shape[1]) if len(shape) == 2 else (shape[0], 1)

@@ -78,6 +78,7 @@ class Service:
             found += ["base", "announced"]
             if self.engine.plain_weights:
                 found += ["weights", "fold"] if self.engine.api_servers == 1 else ["weights"]
+                found += ["receive"] if self.engine.has_group and self.engine.has_version else []
             if lora:
                 found += ["layout", "verify", "digest"]
                 found += ["direct", "upload", "folder"] if self.engine.api_servers == 1 else []
@@ -268,6 +269,16 @@ class Service:
         """See `BaseWeights.sums`: ``{"layout_id"}``."""
         self.need("weights", "the workers lack loraflow's extension, or the base weights are not plain")
         return await self.weights.sums(checks.check_text(body, "layout_id"))
+
+    async def weights_receive(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """See `BaseWeights.receive`: ``{"layout_id", "names", "dtypes", "buckets", "label", "timeout"}``."""
+        self.need("receive", "the base weights are not plain, or the workers are in no broadcast group")
+        incoming, label, timeout = checks.check_incoming(body, self.settings.limits)
+        async with self.lock:
+            self.folds.need_idle()
+            answer = await self.weights.receive(incoming, label, timeout)
+        self.metrics.add("loraflow_receives_total")
+        return answer
 
     async def pause(self) -> dict[str, Any]:
         """Let no step run until `resume`; requests keep their place."""

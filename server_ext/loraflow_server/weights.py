@@ -109,11 +109,14 @@ class BaseWeights:
         engines, version = await asyncio.gather(
             self._engine.workers("loraflow_weights_sums", layout_id), self._engine.weight_version()
         )
-        return {
-            "engines": [[rank["sums"] for rank in ranks] for ranks in engines],
-            "weight_version": version,
-            "phases_ms": {"worker": max(rank["ms"] for ranks in engines for rank in ranks)},
-        }
+        return _sums_answer(engines, version)
+
+    async def receive(self, incoming: Mapping[str, Any], label: str, timeout: float) -> dict[str, Any]:
+        """Have the workers write what a trainer broadcasts straight to where it is served; then as `sums`."""
+        await self.before_update()
+        limit = timeout * (len(incoming["buckets"]) + 1)
+        engines, version = await self._engine.receive(label, incoming, timeout, limit)
+        return _sums_answer(engines, version)
 
     async def need_pristine(self) -> None:
         """Refuse to put an adapter over an updated base (it would serve W + 2Δ).
@@ -130,3 +133,11 @@ class BaseWeights:
                 "before an adapter is loaded",
                 status=409,
             )
+
+
+def _sums_answer(engines: list[list[dict[str, Any]]], version: str | None) -> dict[str, Any]:
+    return {
+        "engines": [[rank["sums"] for rank in ranks] for ranks in engines],
+        "weight_version": version,
+        "phases_ms": {"worker": max(rank["ms"] for ranks in engines for rank in ranks)},
+    }

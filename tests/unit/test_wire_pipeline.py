@@ -13,7 +13,7 @@ import torch
 from loraflow.errors import LoadError, SyncTimeout
 from loraflow.merge import WireTensor
 from loraflow.transports.background import Task, wait_until
-from loraflow.transports.pipeline import send
+from loraflow.transports.pipeline import buckets_of, send
 from loraflow.transports.wire import place_of, plan_buckets
 
 TENSORS = [WireTensor(f"t{i}", torch.float32, (5, i + 1)) for i in range(12)]
@@ -64,7 +64,7 @@ def test_a_server_that_fails_is_left_out(on: str) -> None:
     good: Any = Receiver("http://good")
     bad: Any = Receiver("http://bad", fails_at=2, on=on)
     errors: dict[str, Exception] = {}
-    spent = send([bad, good], TENSORS, stream(made), errors, bucket_bytes=BUCKET)
+    spent = send([bad, good], buckets_of(TENSORS, BUCKET), stream(made), errors)
     buckets = plan_buckets(TENSORS, BUCKET)
     assert len(buckets) > 5
     assert torch.equal(torch.cat(good.received), whole(made))
@@ -83,7 +83,7 @@ def test_nothing_is_merged_for_nobody() -> None:
 
     bad: Any = Receiver("http://bad", fails_at=0)
     errors: dict[str, Exception] = {}
-    send([bad], TENSORS, counted(), errors, bucket_bytes=BUCKET)
+    send([bad], buckets_of(TENSORS, BUCKET), counted(), errors)
     assert errors
     assert len(taken) < len(TENSORS)
 
@@ -92,7 +92,7 @@ def test_another_order_than_announced_is_refused() -> None:
     good: Any = Receiver("http://good")
     turned = dict(reversed(list(values().items())))
     with pytest.raises(LoadError, match="announced"):
-        send([good], TENSORS, stream(turned), {}, bucket_bytes=BUCKET)
+        send([good], buckets_of(TENSORS, BUCKET), stream(turned), {})
 
 
 class Told:
@@ -117,7 +117,7 @@ def test_the_first_buckets_are_filled_while_servers_are_told() -> None:
     good: Any = Receiver("http://good")
     bad: Any = Receiver("http://bad")
     told, errors = Told("http://bad"), dict[str, Exception]()
-    send([bad, good], TENSORS, told.stream(), errors, bucket_bytes=BUCKET, begun=told.wait)
+    send([bad, good], buckets_of(TENSORS, BUCKET), told.stream(), errors, begun=told.wait)
     buckets = plan_buckets(TENSORS, BUCKET)
     assert told.before == sum(len(bucket.slots) for bucket in buckets[:2])
     assert torch.equal(torch.cat(good.received), whole(values()))
@@ -134,7 +134,7 @@ def test_servers_without_a_group_are_told_first() -> None:
         good.group = good
         return told.wait()
 
-    send([good], TENSORS, told.stream(), {}, bucket_bytes=BUCKET, begun=connect)
+    send([good], buckets_of(TENSORS, BUCKET), told.stream(), {}, begun=connect)
     assert told.before == 0
     assert torch.equal(torch.cat(good.received), whole(values()))
 
@@ -142,7 +142,7 @@ def test_servers_without_a_group_are_told_first() -> None:
 def test_nothing_is_sent_where_nobody_could_be_told() -> None:
     bad: Any = Receiver("http://bad")
     told, errors = Told("http://bad"), dict[str, Exception]()
-    send([bad], TENSORS, told.stream(), errors, bucket_bytes=BUCKET, begun=told.wait)
+    send([bad], buckets_of(TENSORS, BUCKET), told.stream(), errors, begun=told.wait)
     assert bad.sent == 0
     assert len(told.merged) < len(TENSORS)
 
@@ -170,7 +170,7 @@ def test_what_is_written_at_once_and_one_by_one_is_all_there_and_seen() -> None:
     def look(placed: Any) -> None:
         seen.update({name: tensor.clone() for name, tensor in placed})
 
-    send([good], TENSORS, stream(rest), {}, bucket_bytes=BUCKET, seen=look, grouped=apart)
+    send([good], buckets_of(TENSORS, BUCKET), stream(rest), {}, seen=look, grouped=apart)
     assert torch.equal(torch.cat(good.received), whole(values()))
     assert list(seen) == [tensor.name for tensor in TENSORS]
     assert all(torch.equal(seen[name], tensor) for name, tensor in values().items())
@@ -179,7 +179,7 @@ def test_what_is_written_at_once_and_one_by_one_is_all_there_and_seen() -> None:
 def test_capped_buckets_hold_the_largest_tensor() -> None:
     made = values()
     good: Any = Receiver("http://good")
-    send([good], TENSORS, stream(made), {}, bucket_bytes=8, capped=True)
+    send([good], buckets_of(TENSORS, 8, capped=True), stream(made), {})
     assert max(len(part) for part in good.received) == TENSORS[-1].nbytes
     assert torch.equal(torch.cat(good.received), whole(made))
 
