@@ -1,4 +1,7 @@
-"""Merged broadcast over gloo, on real CPU servers: one server per parallel layout, LoRA enabled on each."""
+"""Merged broadcast over gloo, on real CPU servers: one server per parallel layout, LoRA enabled on each.
+
+``straight``: its weights are plain, so that it writes what it receives to where it is served.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from loraflow.adapter import take_snapshot
 from loraflow.adapter_files import adapter_files
 from loraflow.config import SyncConfig
 from loraflow.errors import CapabilityError, LoraflowError
+from loraflow.plugin_client import PluginClient
 from loraflow.policy import Policy
 from loraflow.server import HTTPFailure, VLLMServer
 from loraflow.transports.broadcast import BroadcastTransport
@@ -26,9 +30,11 @@ pytestmark = pytest.mark.server
 
 LAYOUTS = {
     "tp1": (),
+    "straight": (),
     "tp2": ("--tensor-parallel-size", "2"),
     "dp2": ("--data-parallel-size", "2"),
 }
+STRAIGHT = {"LORAFLOW_FOLD": "1"}
 SOME_SEEDS = (1, 2)
 
 
@@ -57,6 +63,8 @@ class Site:
         (outcome,) = delivery.servers.values()
         if outcome.error is not None:
             raise outcome.error
+        assert ("start" in outcome.phases_ms) == (outcome.proof is None)
+        assert self.layout == "straight" or outcome.proof is None
 
     def assert_serves(self, model: Any) -> None:
         expected = peft_logprobs(model, PROMPT)
@@ -91,7 +99,8 @@ def answer(server: VLLMServer, model: str, rank: int) -> tuple[Any, ...]:
 def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     work = tmp_path_factory.mktemp(request.param)
     folder = make_tiny_model(work / "model")
-    with vllm_server(folder, work, extra=LAYOUTS[request.param]) as running, VLLMServer(running.url) as server:
+    extra, env = LAYOUTS[request.param], STRAIGHT if request.param == "straight" else {}
+    with vllm_server(folder, work, extra=extra, env=env) as running, VLLMServer(running.url) as server:
         here = Site(server, running, request.param, [])
         here.at_start = here.answers()
         yield here
@@ -240,8 +249,12 @@ def test_a_bad_announcement_is_told_at_once(
     model, transport = build(target_modules=["down_proj"])
     site.deliver(transport, model, 0)
     before = site.answers()
-    honest = link.update_info
+    honest, ask = link.update_info, PluginClient.weights_receive
     lies = iter([True])
+
+    def receive(self: PluginClient, layout_id: str, names: list[str], *args: Any, **options: Any) -> Any:
+        last = "model.layers.0.no_such.weight" if next(lies, False) else names[-1]
+        return ask(self, layout_id, [*names[:-1], last], *args, **options)
 
     def announce(*args: Any, **options: Any) -> dict[str, Any]:
         body = honest(*args, **options)
@@ -250,6 +263,7 @@ def test_a_bad_announcement_is_told_at_once(
         return body
 
     monkeypatch.setattr(link, "update_info", announce)
+    monkeypatch.setattr(PluginClient, "weights_receive", receive)
     randomize(model, seed=9)
     with pytest.raises(LoraflowError, match="no_such"):
         site.deliver(transport, model, 1)

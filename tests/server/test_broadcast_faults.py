@@ -1,6 +1,6 @@
 """Merged broadcast, killed in the middle: trainers at every phase, then the server; nobody hangs, the next run works.
 
-One server, restarted once.
+One server of each way to load, restarted once: vLLM's own, and straight to where the weights are served.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.server
 TIMEOUT = 10.0
 
 DYING_TRAINER = """
-import os, sys
+import os, sys, time
 from loraflow.adapter import take_snapshot
 from loraflow.config import SyncConfig
 from loraflow.policy import Policy
@@ -56,15 +56,24 @@ elif phase == "second bucket":
 elif phase == "finish":
     link.Link.finish = die
 elif phase in {"pause", "start", "resume"}:
-    target = {"pause": "/hold", "start": "/update_weights", "resume": "/resume"}[phase]
+    targets = {"pause": ["/hold"], "start": ["/update_weights", "/receive"], "resume": ["/resume"]}[phase]
     ask = VLLMServer.request
     def request(self, method, path, **options):
-        return die() if path.endswith(target) else ask(self, method, path, **options)
+        return die() if path.endswith(tuple(targets)) else ask(self, method, path, **options)
     VLLMServer.request = request
+elif phase == "stall":
+    honest = groups.GlooGroup.send
+    sent = iter([False])
+    def stall(*args):
+        if next(sent, True):
+            print("stalled", flush=True)
+            time.sleep(1000)
+        return honest(*args)
+    groups.GlooGroup.send = stall
 
 server = VLLMServer(url)
 model = peft_model(folder, target_modules=["q_proj", "down_proj"])
-config = SyncConfig(carrier="gloo", collective_timeout=10, bucket_bytes=1 << 17, verify="canary")
+config = SyncConfig(carrier="gloo", collective_timeout=10, bucket_bytes=1 << 17)
 transport = broadcast.BroadcastTransport(model, config, "gloo")
 transport.open([server])
 for version in range(2):
@@ -74,18 +83,18 @@ for version in range(2):
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("faults") / "model")
 
 
-@pytest.fixture(scope="module")
-def folder(work: Path) -> Path:
-    return make_tiny_model(work / "model")
+WAYS = {"loaded": {}, "straight": {"LORAFLOW_FOLD": "1"}}
 
 
-@pytest.fixture(scope="module")
-def running(work: Path, folder: Path) -> Iterator[RunningServer]:
-    with vllm_server(folder, work) as found:
+@pytest.fixture(scope="module", params=WAYS)
+def running(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    with vllm_server(folder, tmp_path_factory.mktemp(request.param), env=WAYS[request.param]) as found:
         yield found
 
 
@@ -122,6 +131,22 @@ def test_a_trainer_that_dies_leaves_a_usable_server(
     dead = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert dead.returncode == 17, dead.stderr[-2000:]
     a_whole_run(VLLMServer(running.url), folder, at_start)
+
+
+def test_a_trainer_that_stalls_holds_the_server_up_for_a_timeout_only(
+    running: RunningServer, folder: Path, at_start: Any
+) -> None:
+    """It lives, keeps its connections open, and sends nothing more: the workers give up, and another run takes over."""
+    command = [sys.executable, "-c", DYING_TRAINER, running.url, str(folder), "stall"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stalled:
+        assert stalled.stdout is not None
+        assert stalled.stdout.readline() == "stalled\n"
+        begin = time.monotonic()
+        try:
+            a_whole_run(VLLMServer(running.url), folder, at_start)
+            assert time.monotonic() - begin < 3 * TIMEOUT
+        finally:
+            stalled.kill()
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ def check_life(running: RunningServer, folder: Path) -> None:
         assert outcome.error is None, outcome.error
         assert outcome.proof is not None
         assert (outcome.proof.kind, outcome.proof.passed) == ("digest", True)
+        assert "start" not in outcome.phases_ms  # vLLM rebuilt no layer
         served = torch.tensor(server.prompt_logprobs(PROMPT, model=server.info.model, cache_salt=None))
         torch.testing.assert_close(served, peft_logprobs(model, PROMPT), rtol=0, atol=1e-4)
     assert client.base()["fingerprint"] != start
