@@ -322,6 +322,10 @@ class PluginClient:
         }
         return ServedSums.from_json(self._request("POST", f"{_ROOT}/weights/receive", json=body, timeout=timeout))
 
+    def call_off(self, *, timeout: float | None = None) -> None:
+        """Have the workers give up on the broadcast that they wait for (`weights_receive`), and on its group."""
+        self._request("POST", f"{_ROOT}/weights/call_off", timeout=timeout)
+
     @_understood
     def hold(self, label: str, *, timeout: float | None = None) -> Held:
         """Name the weights ``label``, then let no step run until `resume`."""

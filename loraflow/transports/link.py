@@ -12,13 +12,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from loraflow.errors import LoadError, SyncTimeout
+from loraflow.errors import LoadError, LoraflowError, SyncTimeout
 from loraflow.plugin_client import PluginClient, ServedSums
 from loraflow.server import HTTPFailure, VLLMServer
 from loraflow.transports.background import Awaited, Task, wait_until
@@ -304,8 +304,11 @@ class Link:
 
     def abandon(self) -> None:
         """Give up on the update under way; the server stays paused, and the group is dropped."""
+        update, self._update = self._update, None
         self.close_group()
-        self._update = None
+        if self._straight and update is not None and not update.done():
+            with suppress(LoraflowError):  # a server that is gone waits for nothing
+                PluginClient(self.server.request).call_off(timeout=_REASON)
 
     # ---------------------------------------------------------------- the server's state
 

@@ -1,8 +1,8 @@
 """What a trainer broadcasts, received by a worker with a deadline; over NCCL, or gloo where there is no GPU.
 
-A trainer that dies in the middle leaves its peers in the collective for ever (NCCL knows no timeout). So a line looks
-whether a piece has come, and where it has not in time it aborts its communicator: the worker, and the engine with it,
-goes on.
+A trainer that dies in the middle leaves its peers in an NCCL collective for ever. So a line looks whether a piece has
+come, and where it does not in time, or is wanted no more, it aborts its communicator: the worker, and the engine with
+it, goes on. Under gloo the connection breaks, and there is a timeout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Arrival(Protocol):
         """Wait until it is there, so that what is launched now may read it.
 
         Raises:
-            PluginError: ``broadcast_failed``, or ``broadcast_timeout`` (504); the line is of no use then.
+            PluginError: ``broadcast_failed``, ``broadcast_timeout``, ``called_off``; the line is of no use then.
         """
         ...
 
@@ -55,12 +55,20 @@ class NcclLine:
         device: The worker's GPU.
         timeout: Seconds for one piece.
         aborted: Called after the communicator was aborted.
+        wanted: Whether anybody still waits for it.
     """
 
     def __init__(
-        self, communicator: Any, device: torch.device, timeout: float, aborted: Callable[[], object] = lambda: None
+        self,
+        communicator: Any,
+        device: torch.device,
+        timeout: float,
+        *,
+        aborted: Callable[[], object] = lambda: None,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._communicator, self._device, self._timeout, self._aborted = communicator, device, timeout, aborted
+        self._communicator, self._device, self._timeout = communicator, device, timeout
+        self._aborted, self._wanted = aborted, wanted
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(device)
 
@@ -69,25 +77,28 @@ class NcclLine:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         self._communicator.broadcast(buffer, src=0, stream=self._stream)
-        return _OnStream(self._stream.record_event(), current, self._timeout, self._abort)
+        return _OnStream(self._stream.record_event(), current, self)
 
-    def _abort(self) -> None:
-        self._communicator.destroy()
-        self._aborted()
+    def await_event(self, event: Any) -> None:
+        """Wait for what was launched; abort the communicator where it does not end."""
+        deadline = time.monotonic() + self._timeout
+        while not event.query():
+            error = None if time.monotonic() < deadline else _too_late(self._timeout)
+            if not self._wanted():
+                error = PluginError("called_off", "the trainer has gone, or wants the broadcast no more", status=409)
+            if error is not None:
+                self._communicator.destroy()
+                self._aborted()
+                raise error
+            time.sleep(_POLL)
 
 
 class _OnStream:
-    def __init__(self, event: Any, current: Any, timeout: float, abort: Callable[[], None]) -> None:
-        self._event, self._current, self._abort = event, current, abort
-        self._timeout = timeout
+    def __init__(self, event: Any, current: Any, line: NcclLine) -> None:
+        self._event, self._current, self._line = event, current, line
 
     def settle(self) -> None:
-        deadline = time.monotonic() + self._timeout
-        while not self._event.query():
-            if time.monotonic() > deadline:
-                self._abort()
-                raise _too_late(self._timeout)
-            time.sleep(_POLL)
+        self._line.await_event(self._event)
         self._current.wait_event(self._event)
 
 

@@ -121,7 +121,8 @@ class FoldWorker:
         """
         coming, model, device = Incoming(**incoming), self.model_runner.get_model(), torch.device(self.device)
         served = self._loraflow_served(coming.layout_id)
-        receive(line_of(self.weight_transfer_engine, device, timeout), coming, served, model, device)
+        line = line_of(self.weight_transfer_engine, device, timeout, coming.lifeline)
+        receive(line, coming, served, model, device)
         return {"sums": served.sums(model)}
 
     def _loraflow_served(self, layout_id: str) -> ServedWeights:

@@ -16,6 +16,7 @@ import torch
 
 from loraflow_server.collective import Arrival, GlooLine, Line, NcclLine
 from loraflow_server.errors import PluginError
+from loraflow_server.lifeline import still_wanted
 from loraflow_server.served import ServedWeights
 
 __all__ = ["DTYPES", "Incoming", "line_of", "receive"]
@@ -34,15 +35,17 @@ class Incoming:
         names: Checkpoint names, in the order of travel.
         dtypes: Names of their dtypes.
         buckets: How many of them each bucket holds, packed without gaps.
+        lifeline: See `loraflow_server.lifeline`.
     """
 
     layout_id: str
     names: Sequence[str]
     dtypes: Sequence[str]
     buckets: Sequence[int]
+    lifeline: str | None = None
 
 
-def line_of(engine: Any, device: torch.device, timeout: float) -> Line:
+def line_of(engine: Any, device: torch.device, timeout: float, lifeline: str | None = None) -> Line:
     """The group that vLLM's weight-transfer ``engine`` has joined; ``timeout`` seconds for one bucket.
 
     Raises:
@@ -54,7 +57,7 @@ def line_of(engine: Any, device: torch.device, timeout: float) -> Line:
         def forget() -> None:
             engine.model_update_group = None
 
-        return NcclLine(communicator, device, timeout, forget)
+        return NcclLine(communicator, device, timeout, aborted=forget, wanted=still_wanted(lifeline))
     if group is not None:
         return GlooLine(group, timeout)
     raise PluginError("no_group", "this worker has joined no broadcast group", status=409)

@@ -80,18 +80,20 @@ class LoraflowEndpoints:
         add("GET", "/base", lambda service, _: service.base())
         add("POST", "/weights/layout", lambda service, body: service.weights_layout(body), body=True)
         add("POST", "/weights/sums", lambda service, body: service.weights_sums(body), body=True)
-        add("POST", "/weights/receive", lambda service, body: service.weights_receive(body), body=True)
+        add("POST", "/weights/call_off", lambda service, _: service.weights_call_off())
         add("POST", "/pause", lambda service, _: service.pause())
         add("POST", "/hold", lambda service, body: service.hold(body), body=True)
         add("POST", "/resume", lambda service, _: service.resume())
         add("GET", "/metrics", _metrics)
 
-        async def upload(request: Request) -> Response:  # its body is no JSON
-            return await self._answer(
-                request, "POST /direct/upload", lambda service, _: service.upload(request), body=False
-            )
+        def add_whole(path: str, handler: Callable[[Request], Handler], *, body: bool) -> None:
+            async def endpoint(request: Request) -> Response:
+                return await self._answer(request, f"POST {path}", handler(request), body=body)
 
-        app.add_api_route(PREFIX + "/direct/upload", upload, methods=["POST"], name="loraflow POST /direct/upload")
+            app.add_api_route(PREFIX + path, endpoint, methods=["POST"], name=f"loraflow POST {path}")
+
+        add_whole("/direct/upload", _upload, body=False)  # its body is no JSON
+        add_whole("/weights/receive", _receive, body=True)
         app.add_middleware(_WatchUpdates, plugin=self)
         axolotl_routes.attach(app, self._answer, self._ready)
 
@@ -180,6 +182,14 @@ def _error(error: PluginError) -> Response:
     body = {key: value for key, value in error.to_dict().items() if key != "status"}
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
     return JSONResponse({"error": body}, status_code=error.status, headers=headers)
+
+
+def _upload(request: Request) -> Handler:
+    return lambda service, _: service.upload(request)
+
+
+def _receive(request: Request) -> Handler:
+    return lambda service, body: service.weights_receive(body, request.is_disconnected)
 
 
 async def _list_adapters(service: Service, _: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from loraflow_server.engine import Engine
 from loraflow_server.errors import PluginError
 from loraflow_server.events import log_event
 from loraflow_server.fold_desk import FoldDesk
+from loraflow_server.lifeline import Lifeline
 from loraflow_server.metrics import Metrics, elapsed_ms
 from loraflow_server.names import Names
 from loraflow_server.payload import check_source
@@ -58,6 +59,7 @@ class Service:
         if settings.stores and settings.cache_dir is not None:
             self.cache = StoreCache(settings.cache_dir, settings.cache_bytes)
         self._leaving: dict[str, Path] = {}  # unloaded names that requests may still use, and their folders
+        self._lifeline = Lifeline()
         self.lock = asyncio.Lock()  # one change at a time: loads, folds and resets exclude each other
         self.slots = SlotDesk(engine, self.weights, settings, self.names, self.metrics, self.lock)
 
@@ -270,15 +272,22 @@ class Service:
         self.need("weights", "the workers lack loraflow's extension, or the base weights are not plain")
         return await self.weights.sums(checks.check_text(body, "layout_id"))
 
-    async def weights_receive(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """See `BaseWeights.receive`: ``{"layout_id", "names", "dtypes", "buckets", "label", "timeout"}``."""
+    async def weights_receive(self, body: Mapping[str, Any], gone: Callable[[], Awaitable[bool]]) -> dict[str, Any]:
+        """See `BaseWeights.receive`: ``{"layout_id", "names", "dtypes", "buckets", "label", "timeout"}``.
+
+        It is called off where the caller has ``gone``, or by `weights_call_off`.
+        """
         self.need("receive", "the base weights are not plain, or the workers are in no broadcast group")
         incoming, label, timeout = checks.check_incoming(body, self.settings.limits)
-        async with self.lock:
+        async with self.lock, self._lifeline.held(gone) as path:
             self.folds.need_idle()
-            answer = await self.weights.receive(incoming, label, timeout)
+            answer = await self.weights.receive({**incoming, "lifeline": path}, label, timeout)
         self.metrics.add("loraflow_receives_total")
         return answer
+
+    async def weights_call_off(self) -> dict[str, Any]:
+        """Have the workers give up on the broadcast that they wait for, and on its group."""
+        return {"called_off": self._lifeline.cut()}
 
     async def pause(self) -> dict[str, Any]:
         """Let no step run until `resume`; requests keep their place."""

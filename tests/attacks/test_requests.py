@@ -31,6 +31,7 @@ ROUTES = [
     ("POST", "/weights/layout"),
     ("POST", "/weights/sums"),
     ("POST", "/weights/receive"),
+    ("POST", "/weights/call_off"),
     ("POST", "/pause"),
     ("POST", "/hold"),
     ("POST", "/resume"),

@@ -5,13 +5,15 @@ Whatever a caller sends is answered with a 4xx and a code, and takes neither mem
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +27,11 @@ from loraflow.server import HTTPFailure, VLLMServer
 from loraflow_server import axolotl_routes, guard
 from loraflow_server.cache import allowed_url
 from loraflow_server.errors import PluginError
+from loraflow_server.lifeline import still_wanted
 from loraflow_server.routes import LoraflowEndpoints
+from loraflow_server.service import Service
 from loraflow_server.settings import Settings
+from loraflow_server.weights import BaseWeights
 from tests.helpers.lora_worker import LoraHost, lora_host
 from tests.helpers.plugin_server import plugin_server
 
@@ -366,3 +371,43 @@ def test_whatever_may_change_the_base_is_noted_before_it_does(call: str, *, watc
         app.add_api_route(path, reached, methods=["POST"])
     assert TestClient(app, base_url="http://127.0.0.1").post(call).status_code == 200
     assert seen == (["noted"] if watched else []) + ["reached"]
+
+
+def test_a_caller_that_leaves_calls_its_broadcast_off(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's wait is played: it looks at its lifeline, as it does under NCCL."""
+    seen: list[str] = []
+
+    async def wait(self: BaseWeights, incoming: dict[str, Any], label: str, timeout: float) -> Any:
+        wanted, deadline = still_wanted(incoming["lifeline"]), time.monotonic() + 10
+        seen.append("waits")
+        while wanted() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        seen.append("called off" if not wanted() else "waited in vain")
+        raise PluginError("called_off", "the trainer has gone")
+
+    monkeypatch.setattr(Service, "capabilities", lambda self: ["receive"])
+    monkeypatch.setattr(BaseWeights, "receive", wait)
+    body = {"layout_id": "l", "names": ["a"], "dtypes": ["float32"], "buckets": [1], "label": "v1", "timeout": 60}
+    parts = urlsplit(url)
+    line = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+    line.request("POST", f"{PREFIX}/weights/receive", json.dumps(body), JSON)
+    until(lambda: seen == ["waits"])
+    line.close()  # killed
+    until(lambda: seen == ["waits", "called off"])
+
+    answers: list[tuple[int, Any]] = []
+    call = threading.Thread(target=lambda: answers.append(post(url, "/weights/receive", json.dumps(body))))
+    call.start()
+    until(lambda: len(seen) == 3)
+    assert post(url, "/weights/call_off", "") == (200, {"called_off": True})
+    call.join(10)
+    ((status, answer),) = answers
+    assert (status, answer["error"]["code"], seen[-1]) == (400, "called_off", "called off")
+    assert post(url, "/weights/call_off", "") == (200, {"called_off": False})
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

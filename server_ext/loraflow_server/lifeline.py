@@ -1,0 +1,60 @@
+"""A file that is there for as long as somebody waits for a call: how workers, who hear of nothing else while they wait
+for a broadcast, see that its trainer has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from loraflow_server.payload import SHM_DIR
+
+__all__ = ["Lifeline", "still_wanted"]
+
+_LOOK_SECONDS = 0.1
+
+
+class Lifeline:
+    """The API server's end.
+
+    Args:
+        folder: Where files are made; workers of this host look there.
+    """
+
+    def __init__(self, folder: Path = SHM_DIR) -> None:
+        self._folder = folder
+        self._path: Path | None = None
+
+    @asynccontextmanager
+    async def held(self, gone: Callable[[], Awaitable[bool]]) -> AsyncIterator[str]:
+        """The path of a file that is there until the end, until the caller has ``gone``, or until `cut`."""
+        path = self._path = self._folder / f"loraflow-call-{secrets.token_hex(8)}"
+        path.touch(0o600)
+        watch = asyncio.create_task(self._watch(gone))
+        try:
+            yield str(path)
+        finally:
+            watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
+            self.cut()
+
+    def cut(self) -> bool:
+        """Remove the file; False where there is none."""
+        path, self._path = self._path, None
+        if path is not None:
+            path.unlink(missing_ok=True)
+        return path is not None
+
+    async def _watch(self, gone: Callable[[], Awaitable[bool]]) -> None:
+        while not await gone():
+            await asyncio.sleep(_LOOK_SECONDS)
+        self.cut()
+
+
+def still_wanted(path: str | None) -> Callable[[], bool]:
+    """A worker's end: whether the file is still there. Always, where it was not seen to begin with (another host)."""
+    file = None if path is None else Path(path)
+    return file.exists if file is not None and file.exists() else lambda: True

@@ -1,0 +1,112 @@
+"""A file that is there for as long as a caller waits, and a worker that looks at it while it waits for a broadcast."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loraflow_server.collective import NcclLine
+from loraflow_server.errors import PluginError
+from loraflow_server.lifeline import Lifeline, still_wanted
+
+
+async def stays() -> bool:
+    return False
+
+
+async def left() -> bool:
+    return True
+
+
+def test_it_is_there_until_the_end(tmp_path: Path) -> None:
+    async def call() -> list[bool]:
+        line = Lifeline(tmp_path)
+        async with line.held(stays) as path:
+            wanted = still_wanted(path)
+            found = [wanted()]
+            await asyncio.sleep(0.15)
+            found.append(wanted())
+        return [*found, wanted(), line.cut()]
+
+    assert asyncio.run(call()) == [True, True, False, False]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_is_cut_where_the_caller_leaves_or_says_so(tmp_path: Path) -> None:
+    async def call(gone: Any, *, cut: bool) -> tuple[bool, bool]:
+        line = Lifeline(tmp_path)
+        async with line.held(gone) as path:
+            wanted = still_wanted(path)
+            assert wanted()
+            said = line.cut() if cut else False
+            await asyncio.sleep(0.05)
+            return said, wanted()
+
+    assert asyncio.run(call(stays, cut=True)) == (True, False)
+    assert asyncio.run(call(left, cut=False)) == (False, False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_call_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    async def call() -> None:
+        async with Lifeline(tmp_path).held(stays):
+            raise ValueError
+
+    with pytest.raises(ValueError):
+        asyncio.run(call())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_host_does_not_see_is_wanted(tmp_path: Path) -> None:
+    assert still_wanted(None)()
+    assert still_wanted(str(tmp_path / "elsewhere"))()
+
+
+class Communicator:
+    """A broadcast that never ends."""
+
+    destroyed = 0
+
+    def destroy(self) -> None:
+        self.destroyed += 1
+
+
+def line_over(communicator: Communicator, timeout: float, **more: Any) -> NcclLine:
+    line = object.__new__(NcclLine)  # its stream needs a GPU
+    line._communicator, line._timeout = communicator, timeout
+    line._wanted = more.get("wanted", lambda: True)
+    line._aborted = more.get("aborted", lambda: None)
+    return line
+
+
+NEVER = SimpleNamespace(query=lambda: False)
+
+
+def test_a_broadcast_that_nobody_wants_is_aborted_at_once() -> None:
+    communicator, told = Communicator(), []
+    looks = iter([True, True, False])
+    line = line_over(communicator, 60.0, wanted=lambda: next(looks), aborted=lambda: told.append(1))
+    began = time.monotonic()
+    with pytest.raises(PluginError) as caught:
+        line.await_event(NEVER)
+    assert caught.value.code == "called_off"
+    assert (communicator.destroyed, told) == (1, [1])
+    assert time.monotonic() - began < 1
+
+
+def test_a_broadcast_that_does_not_come_is_aborted_in_time() -> None:
+    communicator = Communicator()
+    with pytest.raises(PluginError) as caught:
+        line_over(communicator, 0.05).await_event(NEVER)
+    assert (caught.value.code, communicator.destroyed) == ("broadcast_timeout", 1)
+
+
+def test_a_broadcast_that_comes_is_left_alone() -> None:
+    communicator, looks = Communicator(), iter([False, False, True])
+    line_over(communicator, 1.0).await_event(SimpleNamespace(query=lambda: next(looks)))
+    assert communicator.destroyed == 0
