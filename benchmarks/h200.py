@@ -86,6 +86,7 @@ def settings_of(options: argparse.Namespace, preset: str) -> Settings:
         warmups=options.warmups,
         pause=options.pause,
         utilization=options.utilization,
+        kv_cache_bytes=int(options.kv_cache_gb * 1e9) or None,
         eager=options.eager,
         port=options.port,
     )
@@ -121,7 +122,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("outputs/h200"))
     parser.add_argument("--sections", default="direct,same,fold", help=", ".join(SECTIONS))
-    parser.add_argument("--ways", type=lambda s: s.split(","), help="of sections direct and fold; all where not given")
+    parser.add_argument(
+        "--ways", type=lambda s: s.split(","), help="of direct, fold, tp2 and grpo; all where not given"
+    )
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu", help="the trainer's")
     parser.add_argument("--server-gpu", default="0", help="the servers' GPU")
     parser.add_argument("--preset", default="1.5b")
@@ -144,6 +147,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=lambda s: tuple(map(int, s.split(","))), default=(128, 256))
     parser.add_argument("--generation-rounds", type=int, default=2)
     parser.add_argument("--utilization", type=float, default=0.25)
+    parser.add_argument("--kv-cache-gb", type=float, default=0.0, help="of each server; for --servers")
+    parser.add_argument(
+        "--servers", type=lambda s: s.split(","), default=[], help="start these (lora, plain) at once, beforehand"
+    )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--port", type=int, help="first of the servers' ports")
     parser.add_argument("--work", type=Path, default=Path("/tmp/loraflow-bench"))
@@ -188,6 +195,8 @@ def main() -> None:
                 session = None
             if session is None:
                 session = Session(settings_of(options, preset), say)
+                if options.servers:
+                    session.start_servers(options.servers)
             if name in {"tp2", "faults"}:
                 session.stop_servers()
             try:

@@ -171,14 +171,22 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def tp2(session: Session, options: argparse.Namespace) -> Report:
     """TP=2: direct and filesystem into slots, fold into a plain server; tokens against the stock load."""
-    url = session.server("lora", tensor_parallel=2)
-    samples, failures = session.measure(["direct", "filesystem", "stock-adapter"], url)
-    checks = dict(same(session, options, 2).checks)
-    session.stop_servers()
-    plain = session.server("plain", tensor_parallel=2)
-    # No broadcast: NCCL takes one rank per GPU, and a trainer beside two workers would need a third.
-    more, more_failures = session.measure(["fold"], plain)
-    return session.report("tp2", plain, [*samples, *more], failures=(*failures, *more_failures), checks=checks)
+    samples: list[Sample] = []
+    failures: list[Failure] = []
+    checks: dict[str, Any] = {}
+    slots = [way for way in ("direct", "filesystem", "stock-adapter") if options.ways is None or way in options.ways]
+    if slots:
+        found, failed = session.measure(slots, session.server("lora", tensor_parallel=2))
+        samples, failures = [*found], [*failed]
+        checks = dict(same(session, options, 2).checks)
+        session.stop_servers()
+    url = None
+    if options.ways is None or "fold" in options.ways:
+        # No broadcast: NCCL takes one rank per GPU, and a trainer beside two workers would need a third.
+        url = session.server("plain", tensor_parallel=2)
+        found, failed = session.measure(["fold"], url)
+        samples, failures = [*samples, *found], [*failures, *failed]
+    return session.report("tp2", url, samples, failures=tuple(failures), checks=checks)
 
 
 def faults(session: Session, _: argparse.Namespace) -> Report:
@@ -250,8 +258,8 @@ def grpo_steps(session: Session, options: argparse.Namespace) -> Report:
     checks: dict[str, Any] = {}
     failures = []
     for way, kind in WAYS.items():
-        if cpu and way == "stock-merged":
-            continue  # over NCCL
+        if (cpu and way == "stock-merged") or (options.ways is not None and way not in options.ways):
+            continue  # stock goes over NCCL
         try:
             checks[way] = grpo(session, way, session.server(kind), options.grpo_steps, *options.grpo_batch)
             found = checks[way]

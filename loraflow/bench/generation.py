@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import random
 import re
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from loraflow.bench.streams import Asked, Streams
 from loraflow.errors import LoraflowError
 from loraflow.server import VLLMServer
 
 __all__ = ["BreakEven", "Rate", "break_even", "generation_rate", "generation_tokens"]
 
 _COUNTER = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})?\s+([0-9.eE+]+)\s*$", re.MULTILINE)
-_PROMPT_TOKENS = 16
-
-Target = Callable[[], tuple[str, Mapping[str, Any]]]
-"""What a request asks for now: the ``model``, and more fields of the body."""
+Target = Callable[[], Asked]
+"""What requests ask for now."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ def generation_rate(
     Args:
         url: The server.
         arm: Name for the result.
-        target: Asked before each request.
+        target: Asked at the start, and after each sync.
         streams: Requests under way.
         seconds: Length of the window, after ``warm`` seconds.
         vocabulary: Prompts are random ids below it, so that no prefix is cached.
@@ -83,50 +79,22 @@ def generation_rate(
         every: Seconds between calls of ``sync`` in the window.
         sync: What to do then, in this thread.
     """
-    stop, failed = threading.Event(), [0]
-
-    def stream(number: int) -> None:
-        draw = random.Random(number)  # noqa: S311 - no secret
-        server = VLLMServer(url)  # a connection of its own
-        while not stop.is_set():
-            model, more = target()
-            body = {
-                "model": model,
-                "prompt": [draw.randrange(3, vocabulary) for _ in range(_PROMPT_TOKENS)],
-                "max_tokens": draw.randint(*tokens),
-                "temperature": 1.0,
-                "ignore_eos": True,
-                **more,
-            }
-            try:
-                server.request("POST", "/v1/completions", json=body, timeout=120)
-            except LoraflowError:
-                failed[0] += 1
-                time.sleep(0.1)
-        server.close()
-
-    threads = [threading.Thread(target=stream, args=(number,), daemon=True) for number in range(streams)]
-    for thread in threads:
-        thread.start()
-    with VLLMServer(url) as watcher:
-        try:
-            time.sleep(warm)
-            count = 0
-            before, began = _count(watcher), time.perf_counter()
-            while (left := began + seconds - time.perf_counter()) > 0:
-                if sync is None or every is None:
-                    time.sleep(left)
-                    continue
-                time.sleep(min(left, max(0.0, began + (count + 1) * every - time.perf_counter())))
-                if began + seconds > time.perf_counter():
-                    sync()
-                    count += 1
-            after, ended = _count(watcher), time.perf_counter()
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join(60)
-    return Rate(arm, streams, after - before, ended - began, count, failed[0])
+    load = Streams.to(url, target(), streams=streams, vocabulary=vocabulary, tokens=tokens)
+    with VLLMServer(url) as watcher, load as requests:
+        time.sleep(warm)
+        count = 0
+        before, began = _count(watcher), time.perf_counter()
+        while (left := began + seconds - time.perf_counter()) > 0:
+            if sync is None or every is None:
+                time.sleep(left)
+                continue
+            time.sleep(min(left, max(0.0, began + (count + 1) * every - time.perf_counter())))
+            if began + seconds > time.perf_counter():
+                sync()
+                count += 1
+                requests.ask(target())
+        after, ended = _count(watcher), time.perf_counter()
+    return Rate(arm, streams, after - before, ended - began, count, requests.failed)
 
 
 def _count(server: VLLMServer) -> int:

@@ -34,6 +34,7 @@ class ServerSpec:
         root: Store that adapters may be loaded from.
         backend: Of weight transfer: ``gloo``, ``ipc`` or ``nccl``.
         utilization: Share of the GPU's memory that vLLM may take.
+        kv_cache_bytes: Size of its KV cache, so that it does not measure what is free: others may start at the time.
         visible: ``CUDA_VISIBLE_DEVICES`` of the server; the caller's where None.
         tensor_parallel: GPUs.
         eager: No CUDA graphs.
@@ -50,6 +51,7 @@ class ServerSpec:
     root: Path
     backend: str
     utilization: float = 0.3
+    kv_cache_bytes: int | None = None
     visible: str | None = None
     tensor_parallel: int = 1
     eager: bool = False
@@ -67,6 +69,7 @@ def make_server(spec: ServerSpec) -> ServerProcess:
         extra += ["--enforce-eager"]
     if not cpu:
         extra += ["--gpu-memory-utilization", str(spec.utilization)]
+        extra += [] if spec.kv_cache_bytes is None else ["--kv-cache-memory-bytes", str(spec.kv_cache_bytes)]
     if spec.tensor_parallel > 1:
         extra += ["--tensor-parallel-size", str(spec.tensor_parallel)]
     port = spec.port or free_port()

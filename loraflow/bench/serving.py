@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 from loraflow.bench.generation import BreakEven, Rate, break_even, generation_rate
@@ -14,6 +13,7 @@ from loraflow.bench.presets import draw_policy
 from loraflow.bench.report import Summary
 from loraflow.bench.scenarios import Failure, LoraflowWay, Sample
 from loraflow.bench.session import Session
+from loraflow.bench.streams import Asked
 from loraflow.errors import LoraflowError
 from loraflow.server import VLLMServer
 
@@ -28,7 +28,7 @@ SYNCING, DRAWING = "a sync each second", "the policy drawn anew each second"
 class Serving:
     """Measures on the servers of a session, and keeps what it saw.
 
-    What a sync each second costs is measured in its parts too:
+    What a sync each second costs is measured in its parts too, once:
 
     - two versions at once: requests that run while a sync happens end on the version that they began with, so that
       batches hold two for a while; here half of the requests are on each of two, without a sync;
@@ -68,27 +68,28 @@ class Serving:
         if not isinstance(way, LoraflowWay):
             raise LoraflowError(f"{carrier} is not a way of loraflow's")
         for streams in self.streams:
-            self._rate(url, before, lambda: (base, {}), streams)
+            self._rate(url, before, lambda: [(base, {})], streams)
         way.open()
         try:
             manager = way.started
             self._idle(way)
 
-            def target() -> tuple[str, Mapping[str, Any]]:
+            def target() -> Asked:
                 salt = {"cache_salt": str(manager.policy)} if carrier == "fold" else {}
-                return manager.policy_name, salt
+                return [(manager.policy_name, salt)]
 
             for streams in self.streams:
                 self._rate(url, after, target, streams)
             syncs = self._syncs(way)
-            if carrier == "direct":
-                versions = cycle([record.policy for record in manager.records[-2:]])
-                self._rate(url, TWO_SLOTS, lambda: (next(versions), {}), self.streams[0])
+            if carrier == "direct" and not any(rate.arm == TWO_SLOTS for rate in self.rates):
+                versions = [(record.policy, dict[str, Any]()) for record in manager.records[-2:]]
+                self._rate(url, TWO_SLOTS, lambda: versions, self.streams[0])
                 draws = partial(draw_policy, self.session.model, 1)
                 self._rate(url, f"{after}, {DRAWING}", target, self.streams[0], every=1.0, sync=draws)
-                self._rate(url, f"{before}, {SYNCING}", lambda: (base, {}), self.streams[0], every=1.0, sync=syncs)
-            self._rate(url, f"{after}, {SYNCING}", target, self.streams[0], every=1.0, sync=syncs)
-            self._rate(url, after, target, self.streams[0])
+                self._rate(url, f"{before}, {SYNCING}", lambda: [(base, {})], self.streams[0], every=1.0, sync=syncs)
+            for _ in range(2):  # with, without, with, without: the machine's own drift is in both
+                self._rate(url, f"{after}, {SYNCING}", target, self.streams[0], every=1.0, sync=syncs)
+                self._rate(url, after, target, self.streams[0])
         finally:
             way.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -42,6 +43,7 @@ class Settings:
         warmups: Syncs before them, which count for nothing.
         pause: Seconds between syncs.
         utilization: Share of a GPU that each server may take.
+        kv_cache_bytes: See `ServerSpec`.
         eager: No CUDA graphs.
         port: First of the ports for servers; free ones where None.
         server_rank: Largest rank that servers take; ``rank`` where None.
@@ -57,6 +59,7 @@ class Settings:
     warmups: int = 1
     pause: float = 0.4
     utilization: float = 0.3
+    kv_cache_bytes: int | None = None
     eager: bool = False
     port: int | None = None
     server_rank: int | None = None
@@ -156,6 +159,11 @@ class Session:
             self._servers[key] = running = self._start(kind, tensor_parallel)
         return running.url
 
+    def start_servers(self, kinds: Sequence[str]) -> None:
+        """Start servers of these kinds at the same time, on GPUs; they need ``kv_cache_bytes`` for it."""
+        with ThreadPoolExecutor(len(kinds)) as pool:
+            list(pool.map(self.server, kinds))
+
     def process(self, kind: str, *, tensor_parallel: int = 1) -> ServerProcess:
         """Its process."""
         self.server(kind, tensor_parallel=tensor_parallel)
@@ -176,6 +184,7 @@ class Session:
             root=self.root,
             backend=settings.backend,
             utilization=settings.utilization,
+            kv_cache_bytes=settings.kv_cache_bytes,
             visible=",".join(map(str, gpus)) if cuda else None,
             tensor_parallel=tensor_parallel,
             eager=settings.eager,

@@ -1,0 +1,129 @@
+"""Requests without end, from a process of its own: threads beside a trainer would wait for its interpreter.
+
+    python -m loraflow.bench.streams '{"url": …, "streams": 64, "vocabulary": 1000, "tokens": [128, 256]}'
+
+Each line of the standard input is a JSON list of what requests ask for from then on, in turn: ``[model, more]``, with
+``more`` fields of the body. At its end the requests under way are finished, and the number of those that failed is
+printed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from loraflow.errors import LoraflowError
+from loraflow.server import VLLMServer
+
+__all__ = ["Asked", "Streams"]
+
+Asked = Sequence[tuple[str, Mapping[str, Any]]]
+"""What requests ask for, in turn: the ``model``, and more fields of the body."""
+
+_PROMPT_TOKENS = 16
+_LONGEST = 120.0
+
+
+class Streams:
+    """A process that keeps requests under way.
+
+    Attributes:
+        failed: Requests that failed; known once it has ended.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.failed = 0
+
+    @classmethod
+    @contextmanager
+    def to(cls, url: str, asked: Asked, *, streams: int, vocabulary: int, tokens: tuple[int, int]) -> Iterator[Streams]:
+        """Keep ``streams`` requests under way inside.
+
+        Args:
+            url: The server.
+            asked: What they ask for, until `ask`.
+            streams: Requests at once.
+            vocabulary: Prompts are random ids below it, so that no prefix is cached.
+            tokens: Each request asks for a number of tokens in this range, so that the streams do not beat in time.
+        """
+        given = json.dumps({"url": url, "streams": streams, "vocabulary": vocabulary, "tokens": list(tokens)})
+        command = [sys.executable, "-m", "loraflow.bench.streams", given]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            found = cls(process)
+            try:
+                found.ask(asked)
+                yield found
+                told, _ = process.communicate(timeout=_LONGEST)
+                found.failed = int(told)
+            finally:
+                process.kill()
+
+    def ask(self, asked: Asked) -> None:
+        """What requests ask for from now on."""
+        assert self._process.stdin is not None  # noqa: S101 - made with one
+        self._process.stdin.write(json.dumps([[model, dict(more)] for model, more in asked]) + "\n")
+        self._process.stdin.flush()
+
+
+class _Load:
+    """The process's own side."""
+
+    def __init__(self, url: str, streams: int, vocabulary: int, tokens: tuple[int, int]) -> None:
+        self._url, self._vocabulary, self._tokens = url, vocabulary, tokens
+        self._asked: list[tuple[str, dict[str, Any]]] = []
+        self._turn = count()
+        self._stop = threading.Event()
+        self._failed = [0] * streams
+        self._threads = [threading.Thread(target=self._stream, args=(n,), daemon=True) for n in range(streams)]
+
+    def run(self, lines: Iterator[str]) -> int:
+        for line in lines:
+            first = not self._asked
+            self._asked = [(str(model), dict(more)) for model, more in json.loads(line)]
+            for thread in self._threads if first else ():
+                thread.start()
+        self._stop.set()
+        for thread in self._threads if self._asked else ():
+            thread.join(_LONGEST)
+        return sum(self._failed)
+
+    def _stream(self, number: int) -> None:
+        draw = random.Random(number)  # noqa: S311 - no secret
+        server = VLLMServer(self._url)  # a connection of its own
+        while not self._stop.is_set():
+            asked = self._asked
+            model, more = asked[next(self._turn) % len(asked)]
+            body = {
+                "model": model,
+                "prompt": [draw.randrange(3, self._vocabulary) for _ in range(_PROMPT_TOKENS)],
+                "max_tokens": draw.randint(*self._tokens),
+                "temperature": 1.0,
+                "ignore_eos": True,
+                **more,
+            }
+            try:
+                server.request("POST", "/v1/completions", json=body, timeout=_LONGEST)
+            except LoraflowError:
+                self._failed[number] += 1
+                time.sleep(0.1)
+        server.close()
+
+
+def main() -> None:
+    """See the module."""
+    given = json.loads(sys.argv[1])
+    low, high = given["tokens"]
+    print(_Load(given["url"], given["streams"], given["vocabulary"], (low, high)).run(iter(sys.stdin.readline, "")))
+
+
+if __name__ == "__main__":
+    main()
