@@ -92,6 +92,13 @@ def settings_of(options: argparse.Namespace, preset: str) -> Settings:
     )
 
 
+def open_session(options: argparse.Namespace, preset: str) -> Session:
+    session = Session(settings_of(options, preset), say)
+    if options.servers:
+        session.start_servers(options.servers)
+    return session
+
+
 def tell(report: Report) -> None:
     try:
         from loraflow.commands.output import Output
@@ -194,9 +201,7 @@ def main() -> None:
                 session.close()
                 session = None
             if session is None:
-                session = Session(settings_of(options, preset), say)
-                if options.servers:
-                    session.start_servers(options.servers)
+                session = open_session(options, preset)
             if name in {"tp2", "faults"}:
                 session.stop_servers()
             try:
