@@ -43,6 +43,10 @@ class Line(Protocol):
         """Begin to receive into ``buffer`` (uint8, 1-D, contiguous), once what was launched before is done with it."""
         ...
 
+    def close(self) -> None:
+        """Leave the group, whatever is under way."""
+        ...
+
 
 # ---------------------------------------------------------------- nccl
 
@@ -70,6 +74,10 @@ class NcclLine:
         self._stream.wait_stream(current)
         self._communicator.broadcast(buffer, src=0, stream=self._stream)
         return _OnStream(self._stream.record_event(), current, self._timeout, self._abort)
+
+    def close(self) -> None:
+        """Abort the communicator."""
+        self._abort()
 
     def _abort(self) -> None:
         self._communicator.destroy()
@@ -108,6 +116,10 @@ class GlooLine:
     def receive(self, buffer: torch.Tensor) -> Arrival:
         """See `Line.receive`."""
         return _InGroup(self._group.broadcast(buffer, 0), self._timeout)
+
+    def close(self) -> None:
+        """Let go of the group; what is under way ends with its timeout."""
+        self._group = None
 
 
 class _InGroup:

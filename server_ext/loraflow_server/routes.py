@@ -73,6 +73,8 @@ class LoraflowEndpoints:
         add("POST", "/direct", lambda service, body: service.direct(body), body=True)
         add("POST", "/direct/probe", lambda service, body: service.probe(body), body=True)
         add("POST", "/direct/sees", lambda service, body: service.slots.sees(body), body=True)
+        add("POST", "/group/join", lambda service, body: service.groups.join(body), body=True)
+        add("POST", "/group/leave", lambda service, body: service.groups.leave(body), body=True)
         add("POST", "/fold/layout", lambda service, body: service.fold_layout(body), body=True)
         add("POST", "/fold", lambda service, body: service.fold(body), body=True)
         add("POST", "/fold/undo", lambda service, body: service.fold_undo(body), body=True)
@@ -85,12 +87,16 @@ class LoraflowEndpoints:
         add("POST", "/resume", lambda service, _: service.resume())
         add("GET", "/metrics", _metrics)
 
-        async def upload(request: Request) -> Response:  # its body is no JSON
-            return await self._answer(
-                request, "POST /direct/upload", lambda service, _: service.upload(request), body=False
-            )
+        def add_upload(path: str, handler: Callable[[Service, Request], Awaitable[Any]]) -> None:
+            async def upload(request: Request) -> Response:  # its body is no JSON
+                return await self._answer(
+                    request, f"POST {path}", lambda service, _: handler(service, request), body=False
+                )
 
-        app.add_api_route(PREFIX + "/direct/upload", upload, methods=["POST"], name="loraflow POST /direct/upload")
+            app.add_api_route(PREFIX + path, upload, methods=["POST"], name=f"loraflow POST {path}")
+
+        add_upload("/direct/upload", lambda service, request: service.upload(request))
+        add_upload("/direct/upload/probe", lambda service, request: service.slots.upload_probe(request))
         app.add_middleware(_WatchUpdates, plugin=self)
         axolotl_routes.attach(app, self._answer, self._ready)
 

@@ -20,6 +20,7 @@ from loraflow_server.engine import Engine
 from loraflow_server.errors import PluginError
 from loraflow_server.events import log_event
 from loraflow_server.fold_desk import FoldDesk
+from loraflow_server.group_desk import GroupDesk
 from loraflow_server.metrics import Metrics, elapsed_ms
 from loraflow_server.names import Names
 from loraflow_server.payload import check_source
@@ -60,6 +61,7 @@ class Service:
         self._leaving: dict[str, Path] = {}  # unloaded names that requests may still use, and their folders
         self.lock = asyncio.Lock()  # one change at a time: loads, folds and resets exclude each other
         self.slots = SlotDesk(engine, self.weights, settings, self.names, self.metrics, self.lock)
+        self.groups = GroupDesk(engine, self.lock)
 
     @property
     def worker_extension(self) -> bool:
@@ -75,7 +77,7 @@ class Service:
             if self.cache is not None:
                 found.append("stores")
         if self.worker_extension:
-            found += ["base", "announced"]
+            found += ["base", "announced", *(["group"] if self.engine.api_servers == 1 else [])]
             if self.engine.plain_weights:
                 found += ["weights", "fold"] if self.engine.api_servers == 1 else ["weights"]
             if lora:
