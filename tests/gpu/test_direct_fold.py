@@ -74,7 +74,7 @@ def test_direct(slots: RunningServer, base: Path, monkeypatch: pytest.MonkeyPatc
     with store_of(slots) as store:
         transport = DirectTransport(store, AdapterSpec.from_model(model), device="cuda")
         transport.open([server])
-        assert transport._block.source()["kind"] == {"ipc": "cuda_ipc", "shm": "shm"}[way]
+        assert transport._ways.block.source()["kind"] == {"ipc": "cuda_ipc", "shm": "shm"}[way]
         for version in range(6):
             redraw(model, version)
             policy = Policy(store.run_id, version)

@@ -227,7 +227,7 @@ def test_too_large_a_block_is_explained(monkeypatch: pytest.MonkeyPatch) -> None
 
 def uploads(running: RunningServer, store: AdapterStore, spec: AdapterSpec, **options: Any) -> DirectTransport:
     """A transport to which ``running`` is on another host."""
-    transport = DirectTransport(store, spec, far=[running.url], **options)
+    transport = DirectTransport(store, spec, far=[running.url], **{"way": "upload", **options})
     transport.open([VLLMServer(running.url)])
     return transport
 
