@@ -43,7 +43,8 @@ class SyncConfig(BaseModel):
     direct_way: Literal["auto", "shared", "upload", "broadcast"] = "auto"
     """How ``direct`` brings payloads to a server: ``shared`` memory (or CUDA IPC) of one host, ``upload`` in the HTTP
     call, or ``broadcast`` over a group of its own (NCCL from GPU to GPU, gloo elsewhere). ``auto`` takes shared memory
-    where it reaches, and elsewhere the faster of the other two, measured at the start."""
+    where it reaches, and elsewhere the faster of the other two, measured at the start. Another needs
+    ``carrier="direct"``."""
     vllm_lora_sync: bool | None = None
     """Axolotl's flag: true is ``transport="auto"`` with the adapter first, false is ``transport="merged"``."""
     run_id: str | None = Field(default=None, pattern=rf"^{_RUN_ID}$")
@@ -205,8 +206,8 @@ class SyncConfig(BaseModel):
             raise ValueError("vllm_lora_sync=false asks for merged weights, but an adapter transport is set")
         if self.vllm_lora_sync is True and (self.transport == "merged" or self.carrier in {"nccl", "ipc", "gloo"}):
             raise ValueError("vllm_lora_sync=true asks for the adapter, but a merged transport is set")
-        if self.direct_way != "auto" and (self.transport == "merged" or self.carrier not in {"auto", "direct"}):
-            raise ValueError(f"direct_way={self.direct_way!r} is of carrier='direct', and another one is set")
+        if self.direct_way != "auto" and self.carrier != "direct":
+            raise ValueError(f"direct_way={self.direct_way!r} is a way of carrier='direct': set that too")
         if self.cost_file is not None and None in (self.rollout_streams, self.rollout_tokens):
             raise ValueError("cost_file compares whole cycles: set rollout_streams and rollout_tokens too")
         if self.min_sync_interval > self.max_sync_interval:
