@@ -20,6 +20,7 @@ import torch.distributed
 from loraflow_server.addresses import address_towards
 from loraflow_server.collective import GlooLine, NcclLine
 from loraflow_server.errors import PluginError
+from loraflow_server.unique_id import CheckedStore
 
 __all__ = ["Lines", "Meeting"]
 
@@ -129,14 +130,15 @@ class Lines:
         from vllm.distributed.utils import StatelessProcessGroup
 
         with torch.cuda.device(self._device):
-            store = StatelessProcessGroup.create(
+            peers = StatelessProcessGroup.create(
                 meeting.address,
                 meeting.port,
                 meeting.rank,
                 meeting.world_size,
                 store_timeout=max(1, int(meeting.join_timeout)),
             )
-            communicator = PyNcclCommunicator(store, device=self._device)
+            peers.store = CheckedStore(peers.store)
+            communicator = PyNcclCommunicator(peers, device=self._device)
         if communicator.disabled:
             raise PluginError("no_nccl", "this worker cannot load NCCL", status=409)
         return NcclLine(communicator, self._device, meeting.timeout)

@@ -322,6 +322,8 @@ class Service:
     async def _fold_source(self, body: Mapping[str, Any]) -> dict[str, Any]:
         if "source" in body:
             source = check_source(body["source"], self.settings.limits.payload)
+            if source["kind"] == "broadcast":
+                raise PluginError("bad_source", "payloads to fold are not broadcast")
             await self.slots.arrival(source)
             return source
         self._release_cache()

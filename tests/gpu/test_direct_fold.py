@@ -51,8 +51,8 @@ def store_of(server: RunningServer) -> AdapterStore:
 def off(server: VLLMServer, name: str, model: Any) -> float:
     served = torch.tensor(server.prompt_logprobs(PROMPT, model=name, cache_salt=secrets.token_hex(4)))
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([PROMPT], device="cuda")).logits.float()
-    mine = logits[0, :-1].log_softmax(-1).gather(-1, torch.tensor(PROMPT[1:], device="cuda")[:, None])[:, 0]
+        logits = model(input_ids=torch.tensor([PROMPT], device=model.device)).logits.float()
+    mine = logits[0, :-1].log_softmax(-1).gather(-1, torch.tensor(PROMPT[1:], device=model.device)[:, None])[:, 0]
     return float((served - mine.cpu()).abs().max())
 
 

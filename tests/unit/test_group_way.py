@@ -26,6 +26,7 @@ from loraflow.transports.groups import GlooGroup
 from loraflow.transports.wire import Bucket
 from loraflow_server.errors import PluginError
 from loraflow_server.lines import Lines, Meeting
+from loraflow_server.unique_id import CheckedStore
 from tests.helpers.lora_worker import LoraHost, lora_host
 from tests.helpers.plugin_server import plugin_server
 from tests.helpers.tiny import peft_model
@@ -137,6 +138,39 @@ def test_joining_ends() -> None:
     assert refused.value.code == "no_gpu"
     assert time.perf_counter() - began < 10
     group.close()
+
+
+class _Opens:
+    """What a trainer that is none may put in its store."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_of_a_trainer_s_store_nothing_but_nccl_ids_is_unpickled(tmp_path: Path) -> None:
+    from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    port, made = free_port(""), list[Any]()
+    thread = threading.Thread(target=lambda: made.append(StatelessProcessGroup.create("127.0.0.1", port, 0, 2)))
+    thread.start()
+    worker = StatelessProcessGroup.create("127.0.0.1", port, 1, 2)
+    thread.join()
+    (trainer,) = made
+    worker.store = CheckedStore(worker.store)
+    sent = ncclUniqueId()
+    sent.internal[3] = 7
+    trainer.broadcast_obj(sent, 0)
+    assert bytes(worker.broadcast_obj(None, 0).internal) == bytes(sent.internal)
+    for harm in (_Opens(tmp_path / "touched"), Path, ncclUniqueId.__init__):
+        trainer.broadcast_obj(harm, 0)
+        with pytest.raises(PluginError, match="NCCL id"):
+            worker.broadcast_obj(None, 0)
+        worker.broadcast_recv_src_counter[0] += 1
+    assert not (tmp_path / "touched").exists()
 
 
 # ---------------------------------------------------------------- routes
