@@ -21,7 +21,7 @@ __all__ = ["Arrival", "GlooLine", "Line", "NcclLine"]
 
 logger = logging.getLogger("vllm.loraflow.worker")
 
-_POLL = 50e-6
+_POLL, _LOOK = 50e-6, 0.5
 
 
 class Arrival(Protocol):
@@ -59,12 +59,19 @@ class NcclLine:
         device: The worker's GPU.
         timeout: Seconds for one piece.
         aborted: Called after the communicator was aborted.
+        alive: Called each half second of a wait; raises where the trainer is gone, which NCCL need not notice.
     """
 
     def __init__(
-        self, communicator: Any, device: torch.device, timeout: float, aborted: Callable[[], object] = lambda: None
+        self,
+        communicator: Any,
+        device: torch.device,
+        timeout: float,
+        aborted: Callable[[], object] = lambda: None,
+        alive: Callable[[], object] = lambda: None,
     ) -> None:
         self._communicator, self._device, self._timeout, self._aborted = communicator, device, timeout, aborted
+        self._alive = alive
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(device)
 
@@ -73,7 +80,7 @@ class NcclLine:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         self._communicator.broadcast(buffer, src=0, stream=self._stream)
-        return _OnStream(self._stream.record_event(), current, self._timeout, self._abort)
+        return _OnStream(self._stream.record_event(), current, self._timeout, self._abort, self._alive)
 
     def close(self) -> None:
         """Abort the communicator."""
@@ -85,18 +92,37 @@ class NcclLine:
 
 
 class _OnStream:
-    def __init__(self, event: Any, current: Any, timeout: float, abort: Callable[[], None]) -> None:
-        self._event, self._current, self._abort = event, current, abort
+    def __init__(
+        self,
+        event: Any,
+        current: Any,
+        timeout: float,
+        abort: Callable[[], None],
+        alive: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._event, self._current, self._abort, self._alive = event, current, abort, alive
         self._timeout = timeout
 
     def settle(self) -> None:
-        deadline = time.monotonic() + self._timeout
+        began = time.monotonic()
+        look = began + _LOOK
         while not self._event.query():
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > began + self._timeout:
                 self._abort()
                 raise _too_late(self._timeout)
+            if now > look:
+                self._look()
+                look = time.monotonic() + _LOOK
             time.sleep(_POLL)
         self._current.wait_event(self._event)
+
+    def _look(self) -> None:
+        try:
+            self._alive()
+        except Exception as error:
+            self._abort()
+            raise PluginError("broadcast_failed", f"the trainer is gone: {error}", status=502) from error
 
 
 # ---------------------------------------------------------------- gloo

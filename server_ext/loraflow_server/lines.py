@@ -141,7 +141,7 @@ class Lines:
             communicator = PyNcclCommunicator(peers, device=self._device)
         if communicator.disabled:
             raise PluginError("no_nccl", "this worker cannot load NCCL", status=409)
-        return NcclLine(communicator, self._device, meeting.timeout)
+        return NcclLine(communicator, self._device, meeting.timeout, alive=lambda: peers.store.check(["alive"]))
 
     def _gloo(self, meeting: Meeting) -> GlooLine:
         host, port, joining = meeting.address, meeting.port, timedelta(seconds=meeting.join_timeout)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from loraflow.transports.group_way import GroupOptions
 from tests.gpu.test_direct_fold import NOISE, base, off, redraw, slots, store_of
 from tests.helpers.tiny import peft_model
 from tests.helpers.vllm_process import RunningServer
+from tests.server.test_direct_group import DYING_TRAINER
 
 __all__ = ["base", "slots"]  # fixtures
 
@@ -69,3 +73,30 @@ def test_a_payload_that_does_not_come_is_aborted_and_the_next_joins_anew(slots: 
         assert outcome.proof.passed
         assert off(server, f"{store.run_id}-v0", model) < NOISE
         transport.close([server])
+
+
+@two_gpus
+def test_a_trainer_that_is_killed_in_a_broadcast_is_soon_noticed(slots: RunningServer, base: Path) -> None:
+    server, model = VLLMServer(slots.url), trainer(base, "cuda:1")
+    layout = PluginClient(server.request).layout(lora_shapes(AdapterSpec.from_model(model)))
+    with store_of(slots) as store:
+        told = {
+            "url": slots.url,
+            "workers": 1,
+            "nbytes": 2 * sum(rows * cols for rows, cols in layout.tensors.values()),
+            "name": f"{store.run_id}-v0",
+            "path": store.path(Policy(store.run_id, 0)),
+            "layout_id": layout.layout_id,
+            "device": "cuda:1",
+            "timeout": 60.0,
+        }
+        command = [sys.executable, "-c", DYING_TRAINER, json.dumps(told)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            assert b"called\n" in iter(child.stdout.readline, b"")
+            time.sleep(0.5)
+            child.kill()
+            began = time.monotonic()
+            assert off(server, server.info.model, model) < 100  # it answers
+            assert time.monotonic() - began < 15
+        assert f"{store.run_id}-v0" not in {item.id for item in server.models()}

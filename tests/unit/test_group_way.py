@@ -24,6 +24,7 @@ from loraflow.transports.direct import DirectTransport
 from loraflow.transports.group_way import GroupOptions, GroupWay
 from loraflow.transports.groups import GlooGroup
 from loraflow.transports.wire import Bucket
+from loraflow_server.collective import _OnStream
 from loraflow_server.errors import PluginError
 from loraflow_server.lines import Lines, Meeting
 from loraflow_server.unique_id import CheckedStore
@@ -138,6 +139,24 @@ def test_joining_ends() -> None:
     assert refused.value.code == "no_gpu"
     assert time.perf_counter() - began < 10
     group.close()
+
+
+@pytest.mark.parametrize(("timeout", "gone", "code"), [(0.2, False, "timeout"), (9.0, True, "failed")])
+def test_a_gpu_s_wait_ends_with_the_trainer_or_its_time(timeout: float, gone: bool, code: str) -> None:
+    """NCCL's own part: an event of a broadcast that never comes. (On GPUs: tests/gpu.)"""
+
+    def look() -> None:
+        if gone:
+            raise ConnectionError("reset")
+
+    aborted: list[int] = []
+    arrival = _OnStream(SimpleNamespace(query=lambda: False), None, timeout, lambda: aborted.append(1), look)
+    began = time.perf_counter()
+    with pytest.raises(PluginError) as caught:
+        arrival.settle()
+    assert caught.value.code == f"broadcast_{code}"
+    assert aborted == [1]
+    assert time.perf_counter() - began < 2
 
 
 class _Opens:
