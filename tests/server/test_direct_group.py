@@ -38,7 +38,8 @@ from loraflow.transports.group_way import GroupOptions, GroupWay
 
 how = json.loads(sys.argv[1])
 server = VLLMServer(how.pop("url"))
-way = GroupWay(server, how.pop("workers"), torch.device(how.pop("device", "cpu")), GroupOptions(timeout=how.pop("timeout", 5.0)), 0)
+device, options = torch.device(how.pop("device", "cpu")), GroupOptions(timeout=how.pop("timeout", 5.0))
+way = GroupWay(server, how.pop("workers"), device, options, 0)
 way.join()
 source = {"kind": "broadcast", "group": way._name, "nbytes": how.pop("nbytes")}
 answer = begin_direct(server, how.pop("name"), source=source, **how)
