@@ -93,11 +93,12 @@ class GroupWay:
         self._place = place
         self._group: Group | None = None
         self._name = ""  # the server's, of the group
+        self._under_way = False  # a payload whose answer was not taken: an interrupt came in between
 
     @property
     def joined(self) -> bool:
         """See the class."""
-        return self._group is not None
+        return self._group is not None and not self._under_way
 
     def join(self) -> None:
         """Make a fresh group, whatever became of an earlier one.
@@ -144,11 +145,11 @@ class GroupWay:
             LoraflowError: Of the call, of the broadcast, or of joining where the group was left; here, or when the
                 answer is taken. The group is left then.
         """
-        if self._group is None:
+        if not self.joined:
             self.join()
         group = self._group
         assert group is not None  # noqa: S101 - joined
-        nbytes = payload.numel()
+        nbytes, self._under_way = payload.numel(), True
         try:
             # The worker's limit is the shorter one, so that it is its answer that tells.
             limit = self._timeout + self.server.load_timeout
@@ -173,6 +174,7 @@ class GroupWay:
             except BaseException:
                 self._drop()
                 raise
+            self._under_way = False
             return found
 
         return answer
@@ -210,7 +212,7 @@ class GroupWay:
             raise SyncTimeout("the broadcast did not end with the server's answer", server=self.server.url)
 
     def _drop(self) -> None:
-        group, self._group = self._group, None
+        group, self._group, self._under_way = self._group, None, False
         if group is not None:
             group.close()
 

@@ -209,7 +209,8 @@ class Ways:
             self._upload(server, f"its group cannot be joined anew: {error.message}")
 
     def _upload(self, server: VLLMServer, why: str) -> None:
-        _log.warning("%s gets payloads over HTTP, not through shared memory: %s", server.url, why)
+        level = logging.INFO if self._way == "upload" else logging.WARNING
+        _log.log(level, "%s gets payloads over HTTP, not through shared memory: %s", server.url, why)
         self._uploads.add(server.url)
 
     def _forget(self, server: VLLMServer) -> None:

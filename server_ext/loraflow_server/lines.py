@@ -175,11 +175,12 @@ def _within(seconds: float, make: Callable[[], NcclLine | GlooLine]) -> NcclLine
     threading.Thread(target=run, name="loraflow-join", daemon=True).start()
     try:
         return found.result(seconds)
-    except TimeoutError as error:
-        if found.cancel():
-            raise PluginError("join_timeout", f"the group was not complete within {seconds:g} s", status=504) from error
-        return found.result()  # at the last moment
     except PluginError:
         raise
     except Exception as error:
-        raise PluginError("join_failed", f"{type(error).__name__}: {error}", status=502) from error
+        if found.cancel():
+            raise PluginError("join_timeout", f"the group was not complete within {seconds:g} s", status=504) from error
+        failure = found.exception()
+        if failure is None:  # at the last moment
+            return found.result()
+        raise PluginError("join_failed", f"{type(failure).__name__}: {failure}", status=502) from error

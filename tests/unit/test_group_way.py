@@ -274,6 +274,17 @@ def test_a_version_that_is_refused_ends_the_group_on_both_sides(
     assert len(host.worker.loraflow_payloads().lines._lines) == 1
 
 
+def test_after_an_interrupt_nobody_takes_what_was_sent_before_for_the_next(
+    url: str, broadcast: DirectTransport, store: AdapterStore, snapshot: Any
+) -> None:
+    way = the_way(broadcast)
+    name, stale = way._name, torch.full((snapshot.nbytes,), 7, dtype=torch.uint8)
+    way.begin(stale, lambda source, timeout: lambda: None)  # sent; no server was called, no answer taken
+    assert not way.joined
+    assert proven(broadcast.deliver(Policy(store.run_id, 0), snapshot, [VLLMServer(url)]).servers[url])
+    assert way._name != name
+
+
 def test_of_another_size_nothing_is_received(url: str, broadcast: DirectTransport, store: AdapterStore) -> None:
     server, way = VLLMServer(url), the_way(broadcast)
     layout = broadcast._agreements.agree(server).layout
