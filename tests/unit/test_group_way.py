@@ -382,6 +382,25 @@ def test_a_server_that_is_gone_is_told_at_once(host: LoraHost, tmp_path: Path, s
     transport._ways.close()
 
 
+def test_a_server_that_is_attached_later_gets_a_group_too(
+    host: LoraHost, url: str, root: Path, broadcast: DirectTransport, store: AdapterStore, snapshot: Any
+) -> None:
+    policy = Policy(store.run_id, 0)
+    assert proven(broadcast.deliver(policy, snapshot, [VLLMServer(url)]).servers[url])
+    broadcast.wait_published()
+    with plugin_server(host, root) as other:
+        servers = [VLLMServer(url), VLLMServer(other)]
+        host.worker.loraflow_installer().drop(PluginClient(servers[0].request).status()["adapters"][0]["lora_int_id"])
+        assert broadcast.attach(policy, snapshot, servers[1]).error is None
+        assert len(broadcast._ways._groups) == 2
+        before = {way.server.url: way._name for way in broadcast._ways._groups.values()}
+        assert broadcast.attach(policy, snapshot, servers[1]).error is None  # again: joined anew
+        after = {way.server.url: way._name for way in broadcast._ways._groups.values()}
+        assert before[url] == after[url]
+        assert before[other] != after[other]
+        broadcast._ways._forget(servers[1])
+
+
 def test_a_port_that_is_taken_is_told(url: str, store: AdapterStore, snapshot: Any) -> None:
     held = GlooGroup("127.0.0.1", 0, 2, 1.0)
     port = held.handshake()["port"]
