@@ -34,7 +34,7 @@ from tests.helpers.tiny import peft_model
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.filterwarnings("ignore")
-QUICK = GroupOptions(timeout=1.0)
+QUICK = GroupOptions(timeout=3.0)
 JOIN = {"backend": "gloo", "address": "127.0.0.1", "port": 1, "world_size": 2, "timeout": 1}
 
 
@@ -245,7 +245,7 @@ def test_a_payload_that_does_not_come_ends_the_group_and_the_next_joins_anew(
     with pytest.raises(HTTPFailure, match="did not come") as late:
         PluginClient(server.request).direct(f"{store.run_id}-v9", **how)
     assert late.value.status == 504
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 10
     assert way._name not in host.worker.loraflow_payloads().lines._lines
     with pytest.raises(HTTPFailure, match="join again"):
         PluginClient(server.request).direct(f"{store.run_id}-v9", **how)
@@ -266,7 +266,7 @@ def test_a_version_that_is_refused_ends_the_group_on_both_sides(
     broadcast._store.announce = lambda _: None  # type: ignore[method-assign] - its own name would be refused here
     outcome = broadcast.deliver(Policy(store.run_id, 0), snapshot, [server]).servers[url]
     assert isinstance(outcome.error, LoraflowError)
-    assert time.perf_counter() - began < 5  # at once, not when the broadcast's time is up
+    assert time.perf_counter() - began < QUICK.timeout  # at once, not when the broadcast's time is up
     assert not way.joined
     broadcast._publishing = None
     assert proven(broadcast.deliver(Policy(store.run_id, 1), snapshot, [server]).servers[url])
@@ -378,7 +378,7 @@ def test_a_server_that_is_gone_is_told_at_once(host: LoraHost, tmp_path: Path, s
         [server], snapshot, transport._ways.put(torch.zeros(snapshot.nbytes, dtype=torch.uint8), [server])
     )[url]
     assert isinstance(outcome.error, LoraflowError)
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 10
     transport._ways.close()
 
 
