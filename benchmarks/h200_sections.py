@@ -36,7 +36,9 @@ class OutOfTime(BaseException):
 def direct(session: Session, options: argparse.Namespace) -> Report:
     """LoRA slots: direct and filesystem against the stock ways."""
     url = session.server("lora")
-    ways = ["direct", "direct-overlap", "upload", "filesystem", "filesystem-stock", "stock-adapter"]
+    # A broadcast where it can be NCCL's, which takes one rank per GPU.
+    group = [] if session.settings.same_gpu else ["direct-group"]
+    ways = ["direct", "direct-overlap", *group, "upload", "filesystem", "filesystem-stock", "stock-adapter"]
     ways = [way for way in ways if options.ways is None or way in options.ways]
     samples, failures = session.measure(ways, url)
     return session.report("direct", url, samples, failures=tuple(failures))

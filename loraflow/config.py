@@ -40,6 +40,11 @@ class SyncConfig(BaseModel):
     carrier: Literal["auto", "filesystem", "direct", "nccl", "ipc", "gloo", "fold"] = "auto"
     """How it travels. ``filesystem`` and ``direct`` fill LoRA slots; ``nccl``, ``ipc``, ``gloo`` broadcast merged
     weights; ``fold`` ships the adapter and merges it on the server."""
+    direct_way: Literal["auto", "shared", "upload", "broadcast"] = "auto"
+    """How ``direct`` brings payloads to a server: ``shared`` memory (or CUDA IPC) of one host, ``upload`` in the HTTP
+    call, or ``broadcast`` over a group of its own (NCCL from GPU to GPU, gloo elsewhere). ``auto`` takes shared memory
+    where it reaches, and elsewhere the faster of the other two, measured at the start. Another needs
+    ``carrier="direct"``."""
     vllm_lora_sync: bool | None = None
     """Axolotl's flag: true is ``transport="auto"`` with the adapter first, false is ``transport="merged"``."""
     run_id: str | None = Field(default=None, pattern=rf"^{_RUN_ID}$")
@@ -53,7 +58,7 @@ class SyncConfig(BaseModel):
     bucket_bytes: int = Field(default=256 << 20, ge=1 << 16)
     """Bytes of one packed buffer of a merged broadcast; two are in flight."""
     group_host: str | None = None
-    """Address of this host that the servers' workers can reach, for ``nccl`` and ``gloo``; found where not given."""
+    """Address of this host that the servers' workers can reach, for broadcasts; found where not given."""
     group_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the broadcast group's store, and of the second server's the next one; free ones where not given (TRL:
     ``vllm_group_port``)."""
@@ -120,7 +125,7 @@ class SyncConfig(BaseModel):
     load_timeout: float = Field(default=120.0, gt=0)
     """Loading one version on one server."""
     collective_timeout: float = Field(default=120.0, gt=0)
-    """One collective of a merged broadcast, or among trainer ranks."""
+    """One broadcast (a ``direct`` one: 240 at most), or one collective among trainer ranks."""
 
     # --- off-policy correction (TRL's names)
     vllm_importance_sampling_correction: bool = True
@@ -201,6 +206,8 @@ class SyncConfig(BaseModel):
             raise ValueError("vllm_lora_sync=false asks for merged weights, but an adapter transport is set")
         if self.vllm_lora_sync is True and (self.transport == "merged" or self.carrier in {"nccl", "ipc", "gloo"}):
             raise ValueError("vllm_lora_sync=true asks for the adapter, but a merged transport is set")
+        if self.direct_way != "auto" and self.carrier != "direct":
+            raise ValueError(f"direct_way={self.direct_way!r} is a way of carrier='direct': set that too")
         if self.cost_file is not None and None in (self.rollout_streams, self.rollout_tokens):
             raise ValueError("cost_file compares whole cycles: set rollout_streams and rollout_tokens too")
         if self.min_sync_interval > self.max_sync_interval:

@@ -210,9 +210,17 @@ def open_transport(
         return FilesystemTransport(store, server_root=config.server_adapter_root, spec=spec, device=device)
     if plan.carrier == "direct":
         from loraflow.transports.direct import DirectTransport
+        from loraflow.transports.group_way import GroupOptions
 
-        far = [server.url for server in servers if not is_local(server.url)]
-        return DirectTransport(store, spec, server_root=config.server_adapter_root, device=device, far=far)
+        return DirectTransport(
+            store,
+            spec,
+            server_root=config.server_adapter_root,
+            device=device,
+            far=[server.url for server in servers if not is_local(server.url)],
+            way=config.direct_way,
+            groups=GroupOptions(config.group_host, config.group_port, config.collective_timeout),
+        )
     if plan.carrier == "fold":
         from loraflow.transports.fold import FoldTransport
         from loraflow.transports.fold_modules import base_weight_of, conv1d_modules

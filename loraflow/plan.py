@@ -260,12 +260,18 @@ def _direct(case: _Case) -> str | None:
     missing = _needs(case, "direct")
     if missing is not None:
         return missing
-    for url in _far(case):
+    far, way = _far(case), case.config.direct_way
+    for url in far:
+        if way == "shared":
+            return f"{url}: it is on another host, and direct_way='shared'"
+    for url in [server.url for server in case.servers] if way in {"upload", "broadcast"} else far:
         server = next(server for server in case.servers if server.url == url)
         if server.plugin is None or "upload" not in server.plugin.capabilities:
             return f"{url}: shared memory needs trainer and server on one host, and its plugin takes no uploads"
         if "://" in case.config.adapter_root:
             return f"{url}: evicted adapters are read from a folder, and adapter_root is a URL"
+        if way == "broadcast" and "group" not in server.plugin.capabilities:
+            return f"{url}: its plugin knows no broadcast groups (direct_way='broadcast'): update loraflow there"
     return None
 
 
@@ -359,11 +365,20 @@ _BECAUSE: Mapping[str, str] = {
     "gloo": "merged weights are broadcast over the network from host memory",
 }
 
+_OVER = {
+    "upload": "over HTTP",
+    "broadcast": "by broadcast",
+    "auto": "by broadcast or over HTTP, whichever is faster when both are tried at the start,",
+}
+
 
 def _reasons(case: _Case, transport: TransportName, carrier: str, ruled_out: Sequence[RuledOut]) -> tuple[str, ...]:
     reasons = [_BECAUSE[carrier]]
-    if carrier == "direct" and _far(case):
-        reasons.append(f"over HTTP to {', '.join(_far(case))}: shared memory does not reach another host")
+    way = case.config.direct_way
+    if carrier == "direct" and way in {"upload", "broadcast"}:
+        reasons.append(f"{_OVER[way]} to every server: direct_way={way!r} was asked for")
+    elif carrier == "direct" and _far(case):
+        reasons.append(f"{_OVER[way]} to {', '.join(_far(case))}: shared memory does not reach another host")
     if transport == "merged" and case.config.wanted_transport == "auto":
         why = next((item.reason for item in ruled_out if item.carrier == "filesystem"), None)
         if why is not None:

@@ -25,7 +25,9 @@ __all__ = [
     "ServedSums",
     "begin_direct",
     "begin_fold",
+    "begin_probe",
     "begin_upload",
+    "begin_upload_probe",
 ]
 
 _ROOT = "/loraflow/v1"
@@ -223,7 +225,21 @@ class PluginClient:
     def probe(self, source: Mapping[str, Any], *, timeout: float | None = None) -> tuple[tuple[str, ...], ...]:
         """First 16 bytes (hex) of a direct payload as every worker sees them, by engine and rank."""
         answer = self._request("POST", f"{_ROOT}/direct/probe", json={"source": dict(source)}, timeout=timeout)
-        return tuple(tuple(str(head) for head in ranks) for ranks in answer["heads"])
+        return _heads(answer)
+
+    @_understood
+    def join_group(self, how: Mapping[str, Any], *, timeout: float | None = None) -> str:
+        """Have every worker join a broadcast group of ours; its name in sources.
+
+        Args:
+            how: ``{"backend", "address", "port", "world_size", "timeout"}``.
+            timeout: Seconds.
+        """
+        return str(self._request("POST", f"{_ROOT}/group/join", json=dict(how), timeout=timeout)["group"])
+
+    def leave_group(self, group: str, *, timeout: float | None = None) -> None:
+        """Have every worker leave it."""
+        self._request("POST", f"{_ROOT}/group/leave", json={"group": group}, timeout=timeout)
 
     @_understood
     def sees(self, path: str) -> bool:
@@ -352,7 +368,13 @@ class PluginClient:
 
 
 def begin_direct(
-    server: VLLMServer, name: str, *, path: str, layout_id: str, source: Mapping[str, Any]
+    server: VLLMServer,
+    name: str,
+    *,
+    path: str,
+    layout_id: str,
+    source: Mapping[str, Any],
+    timeout: float | None = None,
 ) -> Callable[[], ServedDigest]:
     """Have a server install a payload as the adapter ``name``; what is returned waits for what lies in its slot then.
 
@@ -362,10 +384,19 @@ def begin_direct(
         path: Folder that the version is published in, behind this call.
         layout_id: Agreed for this adapter.
         source: Where the payload is, see `loraflow_server.payload.check_source`.
+        timeout: Seconds; the server's ``load_timeout`` where not given.
     """
     body = {"name": name, "path": path, "layout_id": layout_id, "source": dict(source)}
-    take = server.begin(f"{_ROOT}/direct", json=body, timeout=server.load_timeout)
+    take = server.begin(f"{_ROOT}/direct", json=body, timeout=timeout or server.load_timeout)
     return _understood(lambda: ServedDigest.from_json(take()))
+
+
+def begin_probe(
+    server: VLLMServer, source: Mapping[str, Any], timeout: float
+) -> Callable[[], tuple[tuple[str, ...], ...]]:
+    """`PluginClient.probe` in two halves."""
+    take = server.begin(f"{_ROOT}/direct/probe", json={"source": dict(source)}, timeout=timeout)
+    return _understood(lambda: _heads(take()))
 
 
 def begin_fold(server: VLLMServer, body: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -395,3 +426,16 @@ def begin_upload(
     query = urlencode({"name": name, "path": path, "layout_id": layout_id, "blake3": blake3})
     take = server.begin(f"{_ROOT}/direct/upload?{query}", body=[payload], timeout=server.load_timeout)
     return _understood(lambda: ServedDigest.from_json(take()))
+
+
+def begin_upload_probe(
+    server: VLLMServer, *, layout_id: str, payload: memoryview, blake3: str
+) -> Callable[[], tuple[tuple[str, ...], ...]]:
+    """The same with nothing installed: `PluginClient.probe` of what was uploaded."""
+    query = urlencode({"layout_id": layout_id, "blake3": blake3})
+    take = server.begin(f"{_ROOT}/direct/upload/probe?{query}", body=[payload], timeout=server.load_timeout)
+    return _understood(lambda: _heads(take()))
+
+
+def _heads(answer: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(str(head) for head in ranks) for ranks in answer["heads"])

@@ -91,7 +91,8 @@ def floor_of(way: str, links: Links, payload: int, *, folded: int = 0, same_gpu:
     """The floor of a way of sending ``payload`` bytes; None for a way that is not known.
 
     Args:
-        way: ``direct``, ``upload``, ``filesystem``, ``fold``, ``ipc``, ``nccl``, ``gloo`` or a stock way.
+        way: ``direct``, ``upload``, ``direct-group``, ``filesystem``, ``fold``, ``ipc``, ``nccl``, ``gloo`` or a stock
+            way.
         links: Measured.
         payload: Bytes that travel.
         folded: Bytes of weights that the server writes itself (fold).
@@ -114,9 +115,9 @@ def floor_of(way: str, links: Links, payload: int, *, folded: int = 0, same_gpu:
         legs = [("file", links.file_write, payload), *(over_host if gpu else twice)]
     elif carrier == "ipc":
         legs = [("within the GPU", links.d2d, payload)]
-    elif carrier == "nccl":
+    elif carrier == "nccl" or (carrier == "direct-group" and gpu and not same_gpu):
         legs = [("GPU to GPU", links.peer, payload)]
-    elif carrier == "upload":
+    elif carrier in {"upload", "direct-group"}:
         legs = [("loopback socket", links.socket, payload), *(over_host if gpu else [])]
     elif carrier == "gloo":
         legs = [("loopback socket", links.socket, payload)]

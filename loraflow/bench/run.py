@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["plan_ways", "run_bench"]
 
 _SLOT_WAYS = ("direct", "direct-overlap", "filesystem", "filesystem-stock", "stock-adapter")
-_ASKED_SLOT_WAYS = ("upload",)
+_ASKED_SLOT_WAYS = ("upload", "direct-group")
 _STOCK_SERVER_WAYS = ("stock-inplace",)
 _MERGED_WAYS = ("fold", "gloo", "ipc", "nccl", "stock-merged-ipc", "stock-merged-nccl")
 _ROUNDS = 2

@@ -227,8 +227,9 @@ class Session:
             return LoraflowWay(name, model, url, name, root, options=options)
         if name == "direct-overlap":
             return LoraflowWay(name, model, url, "direct", root, overlap=True, options=options)
-        if name == "upload":  # an address of this host that does not look like one: the payload travels in the call
-            return LoraflowWay(name, model, url.replace("//127.0.0.1:", "//127.1:"), "direct", root, options=options)
+        if name in {"upload", "direct-group"}:  # as to another host
+            over = "upload" if name == "upload" else "broadcast"
+            return LoraflowWay(name, model, url, "direct", root, options={**options, "direct_way": over})
         if name == "filesystem-stock":
             return LoraflowWay(name, model, url, "filesystem", root, stock_server=True, options=options)
         if name in {"stock-adapter", "stock-inplace"}:

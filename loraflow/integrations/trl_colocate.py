@@ -121,6 +121,11 @@ def _refuse(sync: TrainerSync, processes: int) -> None:
             "a colocated engine serves adapters only",
             hint="leave transport and carrier as they are, or use TRL's own sync without loraflow",
         )
+    if config.direct_way in {"upload", "broadcast"}:
+        raise ConfigError(
+            f"direct_way={config.direct_way!r} is for servers, and the engine is in the trainer's process",
+            hint="leave direct_way as it is",
+        )
     if "://" in config.adapter_root:
         raise ConfigError(
             "a colocated engine reads adapters from a folder", found=config.adapter_root, hint="leave adapter_root away"

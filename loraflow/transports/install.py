@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from loraflow.plugin_client import PluginClient, ServedDigest, begin_direct, beg
 from loraflow.policy import Policy
 from loraflow.server import Unreachable, VLLMServer
 from loraflow.transports.base import Delivered
+from loraflow.transports.group_way import Call
 
 if TYPE_CHECKING:
     from loraflow.transports.filesystem import FilesystemTransport
@@ -41,13 +42,16 @@ class Payload:
         source: Where servers on this host read it now; None where there is none.
         host: The bytes, for servers on other hosts; None where there is none.
         blake3: Of ``host`` (hex).
-        uploads: URLs of the servers on other hosts.
+        uploads: URLs of the servers that get them over HTTP.
+        broadcasts: By URL, of the servers that get them over a group: calls one, sends to it, and gives what waits for
+            its answer (`loraflow.transports.group_way.GroupWay.begin`).
     """
 
     source: Mapping[str, Any] | None
     host: memoryview | None
     blake3: str
     uploads: frozenset[str]
+    broadcasts: Mapping[str, Callable[[Call[ServedDigest]], Callable[[], ServedDigest]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,11 +95,7 @@ class Installation:
         No threads: the calls are sent one after the other, which takes nothing, and all are worked on then.
         """
         for server in servers:
-            try:
-                digest = self._agreements.agree(server)
-                self._calls[server.url] = _Sent(server, digest, self._begin(server, digest, source))
-            except Exception as error:  # noqa: BLE001 - told in the outcome; the manager decides for all servers
-                self._calls[server.url] = Delivered(self.policy.name, error=error)
+            self._call(server, lambda server, digest: self._begin(server, digest, source))
 
     def on(
         self,
@@ -117,12 +117,19 @@ class Installation:
         far = [server for server in servers if server.url in payload.uploads]
         near = [server for server in servers if server.url not in payload.uploads]
         if not far:
-            return self._on_near(near, snapshot, payload, began)
+            return self._on_called(near, snapshot, payload, began)
         with ThreadPoolExecutor(min(_UPLOADS, len(far)), "loraflow-upload") as pool:
             uploads = [pool.submit(self._upload, server, snapshot, payload) for server in far]
-            found = self._on_near(near, snapshot, payload, began)
+            found = self._on_called(near, snapshot, payload, began)
             found |= {server.url: upload.result() for server, upload in zip(far, uploads, strict=True)}
         return {server.url: found[server.url] for server in servers}
+
+    def _call(self, server: VLLMServer, begin: Callable[[VLLMServer, SlotDigest], Callable[[], ServedDigest]]) -> None:
+        try:
+            digest = self._agreements.agree(server)
+            self._calls[server.url] = _Sent(server, digest, begin(server, digest))
+        except Exception as error:  # noqa: BLE001 - told in the outcome; the manager decides for all servers
+            self._calls[server.url] = Delivered(self.policy.name, error=error)
 
     def call_off(self) -> None:
         """Wait for the answers of all that was sent, whatever they are: the payload will not come."""
@@ -134,11 +141,12 @@ class Installation:
                     _log.debug("%s: %s was called off: %s", call.server.url, self.policy, error)
         self._calls.clear()
 
-    def _on_near(
+    def _on_called(
         self, servers: Sequence[VLLMServer], snapshot: AdapterSnapshot, payload: Payload, began: float
     ) -> dict[str, Delivered]:
-        if payload.source is not None:
-            self.send([server for server in servers if server.url not in self._calls], payload.source)
+        for server in servers:
+            if server.url not in self._calls:
+                self._call(server, partial(self._begin_with, payload))
         calls = [self._calls[server.url] for server in servers]
         self._agreements.begin([call.digest for call in calls if isinstance(call, _Sent)], snapshot)
         return {
@@ -150,7 +158,7 @@ class Installation:
         began = time.perf_counter()
         try:
             digest = self._agreements.agree(server)
-            sent = _Sent(server, digest, self._begin_with(server, digest, payload))
+            sent = _Sent(server, digest, self._begin_with(payload, server, digest))
             return self._taken(sent, snapshot, payload, began)
         except Exception as error:  # noqa: BLE001 - as above
             return Delivered(self.policy.name, error=error)
@@ -166,11 +174,18 @@ class Installation:
         except Exception as error:  # noqa: BLE001 - as above
             return Delivered(self.policy.name, error=error)
 
-    def _begin(self, server: VLLMServer, digest: SlotDigest, source: Mapping[str, Any]) -> Callable[[], ServedDigest]:
-        return begin_direct(server, self.policy.name, path=self._path, layout_id=digest.layout.layout_id, source=source)
+    def _begin(
+        self, server: VLLMServer, digest: SlotDigest, source: Mapping[str, Any], timeout: float | None = None
+    ) -> Callable[[], ServedDigest]:
+        layout_id = digest.layout.layout_id
+        return begin_direct(
+            server, self.policy.name, path=self._path, layout_id=layout_id, source=source, timeout=timeout
+        )
 
-    def _begin_with(self, server: VLLMServer, digest: SlotDigest, payload: Payload) -> Callable[[], ServedDigest]:
+    def _begin_with(self, payload: Payload, server: VLLMServer, digest: SlotDigest) -> Callable[[], ServedDigest]:
         """The call for a payload that is there."""
+        if server.url in payload.broadcasts:
+            return payload.broadcasts[server.url](partial(self._begin, server, digest))
         if server.url in payload.uploads:
             assert payload.host is not None  # noqa: S101 - made for them
             return begin_upload(
@@ -185,7 +200,7 @@ class Installation:
         return self._begin(server, digest, payload.source)
 
     def _ask(self, server: VLLMServer, digest: SlotDigest, payload: Payload) -> ServedDigest:
-        return self._begin_with(server, digest, payload)()
+        return self._begin_with(payload, server, digest)()
 
     def _receive(self, sent: _Sent, snapshot: AdapterSnapshot, payload: Payload, began: float) -> Delivered:
         server, digest, policy = sent.server, sent.digest, self.policy

@@ -21,7 +21,7 @@ __all__ = ["Arrival", "GlooLine", "Line", "NcclLine"]
 
 logger = logging.getLogger("vllm.loraflow.worker")
 
-_POLL = 50e-6
+_POLL, _LOOK = 50e-6, 0.1
 
 
 class Arrival(Protocol):
@@ -43,6 +43,10 @@ class Line(Protocol):
         """Begin to receive into ``buffer`` (uint8, 1-D, contiguous), once what was launched before is done with it."""
         ...
 
+    def close(self) -> None:
+        """Leave the group, whatever is under way."""
+        ...
+
 
 # ---------------------------------------------------------------- nccl
 
@@ -55,7 +59,7 @@ class NcclLine:
         device: The worker's GPU.
         timeout: Seconds for one piece.
         aborted: Called after the communicator was aborted.
-        wanted: Whether anybody still waits for it.
+        alive: Called each tenth of a second of a wait; raises where the trainer has gone, which NCCL need not notice.
     """
 
     def __init__(
@@ -65,10 +69,10 @@ class NcclLine:
         timeout: float,
         *,
         aborted: Callable[[], object] = lambda: None,
-        wanted: Callable[[], bool] = lambda: True,
+        alive: Callable[[], object] = lambda: None,
     ) -> None:
         self._communicator, self._device, self._timeout = communicator, device, timeout
-        self._aborted, self._wanted = aborted, wanted
+        self._aborted, self._alive = aborted, alive
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(device)
 
@@ -79,18 +83,33 @@ class NcclLine:
         self._communicator.broadcast(buffer, src=0, stream=self._stream)
         return _OnStream(self._stream.record_event(), current, self)
 
+    def close(self) -> None:
+        """Abort the communicator."""
+        self._communicator.destroy()
+        self._aborted()
+
     def await_event(self, event: Any) -> None:
         """Wait for what was launched; abort the communicator where it does not end."""
-        deadline = time.monotonic() + self._timeout
+        began = time.monotonic()
+        look = began + _LOOK
         while not event.query():
-            error = None if time.monotonic() < deadline else _too_late(self._timeout)
-            if not self._wanted():
-                error = PluginError("called_off", "the trainer has gone, or wants the broadcast no more", status=409)
-            if error is not None:
-                self._communicator.destroy()
-                self._aborted()
-                raise error
+            now = time.monotonic()
+            if now > began + self._timeout:
+                self.close()
+                raise _too_late(self._timeout)
+            if now > look:
+                self._look()
+                look = time.monotonic() + _LOOK
             time.sleep(_POLL)
+
+    def _look(self) -> None:
+        try:
+            self._alive()
+        except Exception as error:
+            self.close()
+            if isinstance(error, PluginError):
+                raise
+            raise PluginError("broadcast_failed", f"the trainer has gone: {error}", status=502) from error
 
 
 class _OnStream:
@@ -119,6 +138,10 @@ class GlooLine:
     def receive(self, buffer: torch.Tensor) -> Arrival:
         """See `Line.receive`."""
         return _InGroup(self._group.broadcast(buffer, 0), self._timeout)
+
+    def close(self) -> None:
+        """Let go of the group; what is under way ends with its timeout."""
+        self._group = None
 
 
 class _InGroup:

@@ -74,6 +74,11 @@ class Engine:
 
     # ---------------------------------------------------------------- workers
 
+    @property
+    def worker_count(self) -> int:
+        """Workers of all data-parallel engines."""
+        return len(self.client.engine_core.core_engines) * int(self.config.parallel_config.world_size)
+
     async def utility(self, method: str, *args: Any, limit: float = CALL_TIMEOUT) -> list[Any]:
         """One call to every data-parallel engine; their answers in order.
 

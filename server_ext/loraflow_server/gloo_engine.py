@@ -14,7 +14,6 @@ Server: ``--weight-transfer-config '{"backend": "gloo"}'``.
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +27,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+
+from loraflow_server.addresses import address_towards
 
 _c10d: Any = torch.distributed  # bindings that its stubs leave out
 
@@ -170,7 +171,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         store = _c10d.TCPStore(host, port, None, is_master=False, timeout=limit, wait_for_workers=False)
         options = _c10d.ProcessGroupGloo._Options()
         options._timeout = limit
-        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=_address_towards(host, port))]
+        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address_towards(host, port))]
         group = _c10d.ProcessGroupGloo(_c10d.PrefixStore("loraflow", store), self._rank, info.world_size, options)
         self.process_group, self._store, self._bucket_bytes = group, store, info.packed_buffer_size_bytes
 
@@ -213,12 +214,3 @@ def _buckets(info: GlooUpdateInfo, bucket_bytes: int) -> Iterator[list[_Slot]]:
             slots, filled = [], 0
     if slots:
         yield slots
-
-
-def _address_towards(host: str, port: int) -> str:
-    """This machine's address on the route to ``host``: what gloo must bind for the trainer to reach it."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # datagrams: nothing is sent
-        found: str = probe.getsockname()[0]
-    return found

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from loraflow_server.errors import PluginError
 from loraflow_server.payload import SHM_DIR
 
 __all__ = ["Lifeline", "still_wanted"]
@@ -54,7 +55,15 @@ class Lifeline:
         self.cut()
 
 
-def still_wanted(path: str | None) -> Callable[[], bool]:
-    """A worker's end: whether the file is still there. Always, where it was not seen to begin with (another host)."""
+def still_wanted(path: str | None) -> Callable[[], None]:
+    """A worker's end: what raises ``called_off`` once the file is gone. Never, where it was not seen to begin with
+    (another host)."""
     file = None if path is None else Path(path)
-    return file.exists if file is not None and file.exists() else lambda: True
+    if file is None or not file.exists():
+        return lambda: None
+
+    def look() -> None:
+        if not file.exists():
+            raise PluginError("called_off", "the trainer has gone, or wants the broadcast no more", status=409)
+
+    return look

@@ -1,4 +1,4 @@
-"""Payloads that reach a worker without HTTP: a block of shared memory, or memory of a GPU that both processes use.
+"""Payloads that reach a worker without HTTP: a block of shared memory, memory of a GPU that both use, or a broadcast.
 
 Nothing is unpickled: a source is a small JSON object, every field of which is checked. Blocks are mapped once and kept,
 since a trainer uses the same one for every version.
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from loraflow_server.errors import PluginError
+from loraflow_server.lines import Lines
 
 __all__ = ["SHM_DIR", "Payloads", "check_source", "read_folder"]
 
@@ -43,18 +44,23 @@ def check_source(source: object, limit: int) -> dict[str, Any]:
 
     ``{"kind": "shm", "name", "nbytes"}`` or ``{"kind": "cuda_ipc", "nbytes", "uuid", "handle", "storage_bytes",
     "storage_offset", "ref_file", "ref_offset", "event", "event_sync"}`` (bytes in base64). Either may have a ``"flag":
-    {"name", "serial", "numbers"}``: the payload is not there yet, see `Payloads.bytes_of`.
+    {"name", "serial", "numbers"}``: the payload is not there yet, see `Payloads.bytes_of`. Or ``{"kind": "broadcast",
+    "group", "nbytes"}``, over a group that was joined.
 
     Raises:
         PluginError: ``bad_source``, or ``too_large`` (413).
     """
-    if not isinstance(source, dict) or source.get("kind") not in {"shm", "cuda_ipc"}:
-        raise PluginError("bad_source", "source.kind is shm or cuda_ipc")
+    if not isinstance(source, dict) or source.get("kind") not in {"shm", "cuda_ipc", "broadcast"}:
+        raise PluginError("bad_source", "source.kind is shm, cuda_ipc or broadcast")
     nbytes = source.get("nbytes")
     if type(nbytes) is not int or nbytes <= 0:
         raise PluginError("bad_source", "source.nbytes is a positive number")
     if nbytes > limit:
         raise PluginError("too_large", f"a payload has at most {limit} bytes", status=413)
+    if source["kind"] == "broadcast":
+        if not isinstance(source.get("group"), str) or not 0 < len(source["group"]) <= 64:
+            raise PluginError("bad_source", "source.group is the name of a group, as joining it gave it")
+        return {"kind": "broadcast", "group": source["group"], "nbytes": nbytes}
     flag = {"flag": _checked_flag(source["flag"], limit)} if "flag" in source else {}
     if source["kind"] == "shm":
         return {"kind": "shm", "name": _block_name(source), "nbytes": nbytes} | flag
@@ -120,6 +126,9 @@ class Payloads:
     Args:
         device: The worker's device.
         shm_dir: Folder of shared memory.
+
+    Attributes:
+        lines: The broadcast groups that it is in.
     """
 
     def __init__(self, device: torch.device, shm_dir: Path = SHM_DIR) -> None:
@@ -127,9 +136,12 @@ class Payloads:
         self._dir = shm_dir
         self._blocks: dict[str, _Block] = {}
         self._flags: dict[str, _Block] = {}
+        self.lines = Lines(device)
 
     def bytes_of(self, source: Mapping[str, Any]) -> torch.Tensor:
         """The payload's bytes; uint8, shape (nbytes,): on the host for ``shm``, on the device for ``cuda_ipc``.
+
+        A broadcast is received now, for as long as its group's timeout has it (see `Lines.receive`).
 
         A source with a flag was announced before its payload is there. The flag is a block of shared memory of int64:
         first the serial of the version whose payload is there (negative: that will not come), then ``numbers`` more
@@ -139,6 +151,8 @@ class Payloads:
             PluginError: ``no_block`` (409): it is not on this host, or not this user's. ``late`` (409): the payload did
                 not come in time. ``called_off``: it will not come.
         """
+        if source["kind"] == "broadcast":
+            return self.lines.receive(str(source["group"]), int(source["nbytes"]))
         if source["kind"] == "shm":
             found = self._shared(self._blocks, str(source["name"]), int(source["nbytes"])).view[: int(source["nbytes"])]
         else:
@@ -176,7 +190,8 @@ class Payloads:
             yield
 
     def close(self) -> None:
-        """Unmap everything."""
+        """Unmap everything, and leave every group."""
+        self.lines.close()
         for block in (*self._blocks.values(), *self._flags.values()):
             block.close()
         self._blocks.clear()

@@ -57,7 +57,7 @@ def line_of(engine: Any, device: torch.device, timeout: float, lifeline: str | N
         def forget() -> None:
             engine.model_update_group = None
 
-        return NcclLine(communicator, device, timeout, aborted=forget, wanted=still_wanted(lifeline))
+        return NcclLine(communicator, device, timeout, aborted=forget, alive=still_wanted(lifeline))
     if group is not None:
         return GlooLine(group, timeout)
     raise PluginError("no_group", "this worker has joined no broadcast group", status=409)

@@ -73,6 +73,8 @@ class LoraflowEndpoints:
         add("POST", "/direct", lambda service, body: service.direct(body), body=True)
         add("POST", "/direct/probe", lambda service, body: service.probe(body), body=True)
         add("POST", "/direct/sees", lambda service, body: service.slots.sees(body), body=True)
+        add("POST", "/group/join", lambda service, body: service.groups.join(body), body=True)
+        add("POST", "/group/leave", lambda service, body: service.groups.leave(body), body=True)
         add("POST", "/fold/layout", lambda service, body: service.fold_layout(body), body=True)
         add("POST", "/fold", lambda service, body: service.fold(body), body=True)
         add("POST", "/fold/undo", lambda service, body: service.fold_undo(body), body=True)
@@ -93,6 +95,7 @@ class LoraflowEndpoints:
             app.add_api_route(PREFIX + path, endpoint, methods=["POST"], name=f"loraflow POST {path}")
 
         add_whole("/direct/upload", _upload, body=False)  # its body is no JSON
+        add_whole("/direct/upload/probe", _upload_probe, body=False)
         add_whole("/weights/receive", _receive, body=True)
         app.add_middleware(_WatchUpdates, plugin=self)
         axolotl_routes.attach(app, self._answer, self._ready)
@@ -186,6 +189,10 @@ def _error(error: PluginError) -> Response:
 
 def _upload(request: Request) -> Handler:
     return lambda service, _: service.upload(request)
+
+
+def _upload_probe(request: Request) -> Handler:
+    return lambda service, _: service.slots.upload_probe(request)
 
 
 def _receive(request: Request) -> Handler:

@@ -20,6 +20,7 @@ from loraflow_server.engine import Engine
 from loraflow_server.errors import PluginError
 from loraflow_server.events import log_event
 from loraflow_server.fold_desk import FoldDesk
+from loraflow_server.group_desk import GroupDesk
 from loraflow_server.lifeline import Lifeline
 from loraflow_server.metrics import Metrics, elapsed_ms
 from loraflow_server.names import Names
@@ -62,6 +63,7 @@ class Service:
         self._lifeline = Lifeline()
         self.lock = asyncio.Lock()  # one change at a time: loads, folds and resets exclude each other
         self.slots = SlotDesk(engine, self.weights, settings, self.names, self.metrics, self.lock)
+        self.groups = GroupDesk(engine, self.lock)
 
     @property
     def worker_extension(self) -> bool:
@@ -77,7 +79,7 @@ class Service:
             if self.cache is not None:
                 found.append("stores")
         if self.worker_extension:
-            found += ["base", "announced"]
+            found += ["base", "announced", *(["group"] if self.engine.api_servers == 1 else [])]
             if self.engine.plain_weights:
                 found += ["weights", "fold"] if self.engine.api_servers == 1 else ["weights"]
                 found += ["receive"] if self.engine.has_group and self.engine.has_version else []
@@ -340,6 +342,8 @@ class Service:
     async def _fold_source(self, body: Mapping[str, Any]) -> dict[str, Any]:
         if "source" in body:
             source = check_source(body["source"], self.settings.limits.payload)
+            if source["kind"] == "broadcast":
+                raise PluginError("bad_source", "payloads to fold are not broadcast")
             await self.slots.arrival(source)
             return source
         self._release_cache()

@@ -109,7 +109,8 @@ class SlotDesk:
     async def probe(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Whether every worker reaches a payload: ``{"source"}`` gives its first 16 bytes as each sees them."""
         source = check_source(body.get("source"), self._settings.limits.payload)
-        engines = await self._engine.workers("loraflow_probe", source)
+        async with self._lock:
+            engines = await self._received("loraflow_probe", source)
         return {"heads": [[rank["head"] for rank in ranks] for ranks in engines]}
 
     async def sees(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,12 +124,17 @@ class SlotDesk:
         The rest is in the query: ``name``, ``path``, ``layout_id`` and the payload's ``blake3``.
         """
         query = dict(request.query_params)
-        nbytes = self._payload_bytes.get(checks.check_text(query, "layout_id"))
-        if nbytes is None:  # of a layout that was agreed on here, so that its size is known beforehand
-            raise PluginError("unknown_layout", "this layout was not agreed with this server", status=409)
+        nbytes = self._bytes_of(checks.check_text(query, "layout_id"))
         self._names.check_free(checks.check_name(query.get("name")))
         async with self.inbox.received(request, nbytes, checks.check_text(query, "blake3")) as source:
             return await self.direct({**query, "source": source})
+
+    async def upload_probe(self, request: Request) -> dict[str, Any]:
+        """What `upload` costs, without installing anything: as `probe`. ``layout_id`` and ``blake3`` in the query."""
+        query = dict(request.query_params)
+        nbytes = self._bytes_of(checks.check_text(query, "layout_id"))
+        async with self.inbox.received(request, nbytes, checks.check_text(query, "blake3")) as source:
+            return await self.probe({"source": source})
 
     async def direct(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Install a payload as an adapter and checksum it: ``{"name", "path", "layout_id", "source"}``.
@@ -144,6 +150,8 @@ class SlotDesk:
         else:
             source = check_source(body.get("source"), self._settings.limits.payload)
             folder = checks.resolve_inside(body.get("path"), self._settings.roots, must_exist=False)
+        if source["kind"] == "broadcast" and source["nbytes"] != (nbytes := self._bytes_of(layout_id)):
+            raise PluginError("bad_source", f"the payload has {source['nbytes']} bytes, not {nbytes}")
         await self.arrival(source)
         async with self._lock, self._engine.name_lock(name):
             self._names.check_free(name)
@@ -151,7 +159,7 @@ class SlotDesk:
             int_id = self._engine.next_id()
             start = time.perf_counter()
             try:
-                engines = await self._engine.workers("loraflow_direct", int_id, layout_id, source)
+                engines = await self._received("loraflow_direct", source, int_id, layout_id)
             except PluginError:
                 # The engine knows ids only, and this one is used for nothing else: no trace of the name is left.
                 await self._engine.workers("loraflow_drop", int_id)
@@ -170,6 +178,22 @@ class SlotDesk:
         """A payload that was announced is waited for here while requests run, and by the workers of an idle engine."""
         if self._engine.in_flight():
             await self._announced.arrival(source)
+
+    def _bytes_of(self, layout_id: str) -> int:
+        """Bytes of a payload of a layout that was agreed on here, known before any of them comes."""
+        nbytes = self._payload_bytes.get(layout_id)
+        if nbytes is None:
+            raise PluginError("unknown_layout", "this layout was not agreed with this server", status=409)
+        return nbytes
+
+    async def _received(self, method: str, source: Mapping[str, Any], *args: Any) -> list[list[dict[str, Any]]]:
+        """Call workers with a source, the last argument. A broadcast that fails anywhere ends its group everywhere."""
+        try:
+            return await self._engine.workers(method, *args, source)
+        except PluginError:
+            if source["kind"] == "broadcast":
+                await self._engine.workers("loraflow_group_leave", source["group"])
+            raise
 
     def _digest_answer(self, name: str, engines: list[list[dict[str, Any]]]) -> dict[str, Any]:
         item = self._engine.loaded()[name]

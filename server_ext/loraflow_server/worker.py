@@ -16,14 +16,14 @@ from loraflow_server.answers import answers
 from loraflow_server.base import base_checksums
 from loraflow_server.direct import Installer, own_tensors
 from loraflow_server.errors import PluginError
-from loraflow_server.fold_worker import FoldWorker
 from loraflow_server.folder import FolderReader
+from loraflow_server.group_worker import GroupWorker
 from loraflow_server.slots import SlotLayout, learn_layout, read_slot
 
 __all__ = ["LoraflowWorker"]
 
 
-class LoraflowWorker(FoldWorker):
+class LoraflowWorker(GroupWorker):
     """Mixed into vLLM's worker: ``self.model_runner`` and ``self.device`` are the worker's."""
 
     def loraflow_manager(self) -> Any:

@@ -26,6 +26,7 @@ class LoraHost:
         self.worker: Any = LoraflowWorker()
         self.worker.model_runner = SimpleNamespace(lora_manager=loras)
         self.worker.device = torch.device("cpu")
+        self.worker.parallel_config = config.parallel_config
 
     def slots_of(self, int_id: int) -> list[torch.Tensor]:
         """Copies of everything that is served for an adapter, which is activated for it."""

@@ -227,7 +227,7 @@ def test_too_large_a_block_is_explained(monkeypatch: pytest.MonkeyPatch) -> None
 
 def uploads(running: RunningServer, store: AdapterStore, spec: AdapterSpec, **options: Any) -> DirectTransport:
     """A transport to which ``running`` is on another host."""
-    transport = DirectTransport(store, spec, far=[running.url], **options)
+    transport = DirectTransport(store, spec, far=[running.url], **{"way": "upload", **options})
     transport.open([VLLMServer(running.url)])
     return transport
 
@@ -239,7 +239,8 @@ def test_uploads_are_served_as_they_were_sent(
     running = request.getfixturevalue(fixture)
     server, kept = VLLMServer(running.url), store(running)
     model = peft_model(tiny_model, r=8, lora_alpha=24, std=0.2)
-    transport = uploads(running, kept, AdapterSpec.from_model(model))
+    with caplog.at_level("INFO"):
+        transport = uploads(running, kept, AdapterSpec.from_model(model))
     assert any("over HTTP" in record.message for record in caplog.records)
     assert blocks() == set()
     try:

@@ -172,6 +172,9 @@ def test_without_the_stock_adapter_nothing_is_called_faster_and_one_unproven_syn
         ("gloo", CPU_LINKS, True, 0.5 + 100 / 2),
         ("upload", CPU_LINKS, True, 0.5 + 100 / 2),
         ("upload", LINKS, False, 0.5 + 100 / 2 + 100 / 50 + 100 / 40),
+        ("direct-group", LINKS, False, 0.5 + 100 / 200),
+        ("direct-group", LINKS, True, 0.5 + 100 / 2 + 100 / 50 + 100 / 40),
+        ("direct-group", CPU_LINKS, True, 0.5 + 100 / 2),
     ],
 )
 def test_floors(way, links, same_gpu, ms):
@@ -356,7 +359,9 @@ def test_what_is_asked_for_is_measured_or_said_to_be_impossible_here():
     assert "CPU" in skipped["stock-merged"]
     assert "gloo" in skipped["nccl"]
     assert plan_ways(["stock-merged"], backend="nccl", given_server=False)[0]["plain"] == ["stock-merged-nccl"]
-    assert plan_ways(["upload", "direct"], backend="gloo", given_server=False)[0]["lora"] == ["direct", "upload"]
+    asked = ["direct-group", "upload", "direct"]
+    found = plan_ways(asked, backend="gloo", given_server=False)[0]["lora"]
+    assert found == ["direct", "upload", "direct-group"]
     with pytest.raises(ConfigError, match="pigeon"):
         plan_ways(["pigeon"], backend="gloo", given_server=False)
 

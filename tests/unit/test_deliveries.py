@@ -61,10 +61,11 @@ def store(root: Path) -> Iterator[AdapterStore]:
 def carrier(name: str, store: AdapterStore, spec: AdapterSpec, url: str) -> Any:
     if name == "filesystem":
         return FilesystemTransport(store, spec=spec)
-    return DirectTransport(store, spec, far=[url] if name == "upload" else [])
+    way = name if name in {"upload", "broadcast"} else "auto"
+    return DirectTransport(store, spec, far=[url] if name in {"upload", "auto"} else [], way=way)
 
 
-@pytest.mark.parametrize("name", ["direct", "announced", "upload", "filesystem"])
+@pytest.mark.parametrize("name", ["direct", "announced", "upload", "broadcast", "auto", "filesystem"])
 def test_every_version_lies_in_a_slot_as_vllm_would_load_it(
     name: str, host: LoraHost, url: str, store: AdapterStore, tiny_model: Path
 ) -> None:
@@ -106,8 +107,8 @@ def announcing(url: str, store: AdapterStore, tiny_model: Path) -> Iterator[tupl
     server, model = VLLMServer(url), peft_model(tiny_model, std=0.2)
     transport = DirectTransport(store, AdapterSpec.from_model(model))
     transport.open([server])
-    assert transport._block is not None
-    transport._block.view.fill_(7)
+    assert transport._ways.block is not None
+    transport._ways.block.view.fill_(7)
     assert transport.announce(Policy(store.run_id, 0), [server], lambda _: None)
     yield transport, server, model
     transport.close([server])
@@ -269,6 +270,7 @@ def test_a_server_that_does_not_reach_the_block_gets_uploads(
     source = SharedBlock.source
     monkeypatch.setattr(SharedBlock, "source", lambda self: {**source(self), "name": "loraflow-elsewhere"})
     transport = DirectTransport(store, snapshot.spec)
+    monkeypatch.setattr(transport._ways, "_time_broadcast", lambda *_: 1e9)
     transport.open([server])
     assert any("over HTTP" in record.message for record in caplog.records)
     outcome = transport.deliver(Policy(store.run_id, 0), snapshot, [server]).servers[url]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,15 +24,23 @@ async def left() -> bool:
     return True
 
 
+def seen(look: Callable[[], None]) -> bool:
+    try:
+        look()
+    except PluginError as error:
+        return error.code != "called_off"
+    return True
+
+
 def test_it_is_there_until_the_end(tmp_path: Path) -> None:
     async def call() -> list[bool]:
         line = Lifeline(tmp_path)
         async with line.held(stays) as path:
-            wanted = still_wanted(path)
-            found = [wanted()]
+            look = still_wanted(path)
+            found = [seen(look)]
             await asyncio.sleep(0.15)
-            found.append(wanted())
-        return [*found, wanted(), line.cut()]
+            found.append(seen(look))
+        return [*found, seen(look), line.cut()]
 
     assert asyncio.run(call()) == [True, True, False, False]
     assert list(tmp_path.iterdir()) == []
@@ -41,11 +50,11 @@ def test_it_is_cut_where_the_caller_leaves_or_says_so(tmp_path: Path) -> None:
     async def call(gone: Any, *, cut: bool) -> tuple[bool, bool]:
         line = Lifeline(tmp_path)
         async with line.held(gone) as path:
-            wanted = still_wanted(path)
-            assert wanted()
+            look = still_wanted(path)
+            assert seen(look)
             said = line.cut() if cut else False
             await asyncio.sleep(0.05)
-            return said, wanted()
+            return said, seen(look)
 
     assert asyncio.run(call(stays, cut=True)) == (True, False)
     assert asyncio.run(call(left, cut=False)) == (False, False)
@@ -63,8 +72,8 @@ def test_a_call_that_fails_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_what_another_host_does_not_see_is_wanted(tmp_path: Path) -> None:
-    assert still_wanted(None)()
-    assert still_wanted(str(tmp_path / "elsewhere"))()
+    assert seen(still_wanted(None))
+    assert seen(still_wanted(str(tmp_path / "elsewhere")))
 
 
 class Communicator:
@@ -79,7 +88,7 @@ class Communicator:
 def line_over(communicator: Communicator, timeout: float, **more: Any) -> NcclLine:
     line = object.__new__(NcclLine)  # its stream needs a GPU
     line._communicator, line._timeout = communicator, timeout
-    line._wanted = more.get("wanted", lambda: True)
+    line._alive = more.get("alive", lambda: None)
     line._aborted = more.get("aborted", lambda: None)
     return line
 
@@ -87,16 +96,29 @@ def line_over(communicator: Communicator, timeout: float, **more: Any) -> NcclLi
 NEVER = SimpleNamespace(query=lambda: False)
 
 
-def test_a_broadcast_that_nobody_wants_is_aborted_at_once() -> None:
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PluginError("called_off", "the trainer has gone"), "called_off"),
+        (RuntimeError("connection reset by peer"), "broadcast_failed"),
+    ],
+)
+def test_a_broadcast_whose_trainer_has_gone_is_aborted_soon(error: Exception, code: str) -> None:
     communicator, told = Communicator(), []
-    looks = iter([True, True, False])
-    line = line_over(communicator, 60.0, wanted=lambda: next(looks), aborted=lambda: told.append(1))
+    looks = iter([None, error])
+
+    def alive() -> None:
+        found = next(looks)
+        if found is not None:
+            raise found
+
+    line = line_over(communicator, 60.0, alive=alive, aborted=lambda: told.append(1))
     began = time.monotonic()
     with pytest.raises(PluginError) as caught:
         line.await_event(NEVER)
-    assert caught.value.code == "called_off"
+    assert caught.value.code == code
     assert (communicator.destroyed, told) == (1, [1])
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 2
 
 
 def test_a_broadcast_that_does_not_come_is_aborted_in_time() -> None:

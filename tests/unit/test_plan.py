@@ -296,6 +296,38 @@ def test_broadcasts_between_gpus(
             make_plan(spec(), [server], SyncConfig(), trainer)
 
 
+@pytest.mark.parametrize(
+    ("way", "local", "capabilities", "said"),
+    [
+        ("auto", True, (), "the adapter goes from shared memory"),
+        ("shared", True, (), "the adapter goes from shared memory"),
+        ("auto", False, ("upload", "group"), "by broadcast or over HTTP, whichever is faster"),
+        ("upload", True, ("upload",), "over HTTP to every server"),
+        ("broadcast", True, ("upload", "group"), "by broadcast to every server"),
+    ],
+)
+def test_how_payloads_travel_is_told(way: str, local: bool, capabilities: tuple[str, ...], said: str) -> None:
+    server = replace(WITH_PLUGIN, plugin=replace(PLUGIN, capabilities=PLUGIN.capabilities | set(capabilities)))
+    trainer = LOCAL if local else TrainerInfo()
+    plan = make_plan(spec(), [server], SyncConfig(carrier="direct", direct_way=way), trainer)
+    assert any(said in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize(
+    ("way", "local", "capabilities", "refusal"),
+    [
+        ("shared", False, ("upload", "group"), "another host"),
+        ("auto", False, (), "takes no uploads"),
+        ("upload", True, (), "takes no uploads"),
+        ("broadcast", True, ("upload",), "no broadcast groups"),
+    ],
+)
+def test_a_way_that_cannot_be_is_refused(way: str, local: bool, capabilities: tuple[str, ...], refusal: str) -> None:
+    server = replace(WITH_PLUGIN, plugin=replace(PLUGIN, capabilities=PLUGIN.capabilities | set(capabilities)))
+    with pytest.raises(CapabilityError, match=refusal):
+        make_plan(spec(), [server], SyncConfig(carrier="direct", direct_way=way), LOCAL if local else TrainerInfo())
+
+
 class _Server:
     def __init__(self, url: str, gpus: list[str] | None) -> None:
         status = {} if gpus is None else {"gpus": gpus}

@@ -378,12 +378,16 @@ def test_a_caller_that_leaves_calls_its_broadcast_off(url: str, monkeypatch: pyt
     seen: list[str] = []
 
     async def wait(self: BaseWeights, incoming: dict[str, Any], label: str, timeout: float) -> Any:
-        wanted, deadline = still_wanted(incoming["lifeline"]), time.monotonic() + 10
+        look, deadline = still_wanted(incoming["lifeline"]), time.monotonic() + 10
         seen.append("waits")
-        while wanted() and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        seen.append("called off" if not wanted() else "waited in vain")
-        raise PluginError("called_off", "the trainer has gone")
+        try:
+            while time.monotonic() < deadline:
+                look()
+                await asyncio.sleep(0.01)
+        except PluginError as error:
+            seen.append(error.code)
+            raise
+        raise AssertionError("waited in vain")
 
     monkeypatch.setattr(Service, "capabilities", lambda self: ["receive"])
     monkeypatch.setattr(BaseWeights, "receive", wait)
@@ -393,7 +397,7 @@ def test_a_caller_that_leaves_calls_its_broadcast_off(url: str, monkeypatch: pyt
     line.request("POST", f"{PREFIX}/weights/receive", json.dumps(body), JSON)
     until(lambda: seen == ["waits"])
     line.close()  # killed
-    until(lambda: seen == ["waits", "called off"])
+    until(lambda: seen == ["waits", "called_off"])
 
     answers: list[tuple[int, Any]] = []
     call = threading.Thread(target=lambda: answers.append(post(url, "/weights/receive", json.dumps(body))))
@@ -402,7 +406,7 @@ def test_a_caller_that_leaves_calls_its_broadcast_off(url: str, monkeypatch: pyt
     assert post(url, "/weights/call_off", "") == (200, {"called_off": True})
     call.join(10)
     ((status, answer),) = answers
-    assert (status, answer["error"]["code"], seen[-1]) == (400, "called_off", "called off")
+    assert (status, answer["error"]["code"], seen[-1]) == (409, "called_off", "called_off")
     assert post(url, "/weights/call_off", "") == (200, {"called_off": False})
 
 

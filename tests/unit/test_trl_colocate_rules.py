@@ -33,6 +33,7 @@ def sync(**options: Any) -> Any:
         ({"transport": "merged"}, 1, "serves adapters only"),
         ({"vllm_lora_sync": False}, 1, "serves adapters only"),
         ({"carrier": "fold"}, 1, "serves adapters only"),
+        ({"carrier": "direct", "direct_way": "broadcast"}, 1, "is for servers"),
         ({"adapter_root": "s3://bucket/adapters"}, 1, "from a folder"),
     ],
 )
