@@ -282,9 +282,8 @@ class BroadcastTransport(NotAnnounced):
         straight = _straight(links, layouts, merge.tensors)
 
         def begin(link: Link) -> None:
-            if link.group is None and link.server.url in layouts:
-                self._agree_again(link.server, layouts[link.server.url])
-            link.begin(served.version, buckets, straight.get(link.server.url))
+            url = link.server.url
+            link.begin(served.version, buckets, straight.get(url), lambda: self._agree_again(link, layouts.get(url)))
 
         begins = Task(lambda: each(links, begin), name="begin")
         try:
@@ -383,10 +382,10 @@ class BroadcastTransport(NotAnnounced):
             _log.info("%s: merged weights are proven by log-probs: %s", server.url, error)
             return None
 
-    def _agree_again(self, server: VLLMServer, layout: WeightLayout) -> None:
+    def _agree_again(self, link: Link, layout: WeightLayout | None) -> None:
         """What is connected anew may have been restarted, and knows nothing of ``layout`` then."""
-        if self._agree(server) != layout:
-            raise LoadError("the server serves its weights in other places than at the start", server=server.url)
+        if layout is not None and self._agree(link.server) != layout:
+            raise LoadError("the server serves its weights in other places than at the start", server=link.server.url)
 
     def _links(self, servers: Sequence[VLLMServer]) -> list[Link]:
         return [self._states[server.url].link for server in servers]

@@ -179,13 +179,20 @@ class Link:
 
     # ---------------------------------------------------------------- one update
 
-    def begin(self, version: str, buckets: Sequence[Bucket], layout_id: str | None = None) -> None:
+    def begin(
+        self,
+        version: str,
+        buckets: Sequence[Bucket],
+        layout_id: str | None = None,
+        connected: Callable[[], object] = lambda: None,
+    ) -> None:
         """Prepare the server, and announce the tensors of ``buckets`` where the carrier announces once.
 
         Args:
             version: The version that they are of.
             buckets: What will be sent.
             layout_id: Where the server serves them, for it to write them there; None where vLLM is to load them.
+            connected: Called where the group had to be made anew.
         """
         self.phases_ms = {}
         self._update = None
@@ -197,7 +204,11 @@ class Link:
                 adapters = [model.id for model in self.server.models() if model.parent is not None]
             for name in adapters:
                 self.server.unload_adapter(name)
-        group = self.group or self.connect()
+        if self.group is None:
+            group = self.connect()
+            connected()
+        else:
+            group = self.group
         self.broken = True  # until `finish` has succeeded
         self._straight = layout_id is not None
         if not self._straight:
