@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from loraflow.plugin_client import PluginClient
 from loraflow.policy import Policy, new_run_id
 from loraflow.server import VLLMServer
 from loraflow.transports.broadcast import BroadcastTransport
+from loraflow.transports.groups import GlooGroup
 from loraflow.transports.link import PRISTINE
 from tests.helpers.tiny import PROMPT, peft_logprobs, peft_model, randomize
 from tests.helpers.vllm_process import RunningServer
@@ -112,3 +114,34 @@ def test_a_canary_is_made_where_it_is_asked_for(fold_server: RunningServer, tiny
     (outcome,) = transport.deliver(Policy("run", 0), take_snapshot(model), [server]).servers.values()
     assert outcome.proof is None
     transport.close([server])
+
+
+def test_a_restore_that_broke_off_inside_vllms_own_loading_is_mended_by_the_next_version(
+    fold_server: RunningServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All weights travel, more than places were agreed for: vLLM has taken its layers apart when it fails."""
+    server = VLLMServer(fold_server.url)
+    client = PluginClient(server.request)
+    start = client.base()["fingerprint"]
+    model = peft_model(tiny_model, std=0.1, target_modules=["q_proj", "o_proj"])
+    transport = BroadcastTransport(model, SyncConfig(carrier="gloo", bucket_bytes=1 << 17), "gloo")
+    transport.open([server])
+    honest, sent = GlooGroup.send, count()
+
+    def send(self: GlooGroup, *args: Any) -> Any:
+        if next(sent) == 2:
+            raise RuntimeError("connection reset")
+        return honest(self, *args)
+
+    monkeypatch.setattr(GlooGroup, "send", send)
+    with pytest.raises(LoadError, match="'broadcast'"):
+        transport.restore([server], whole=True)
+    monkeypatch.undo()
+    randomize(model, seed=7, std=0.1)
+    (outcome,) = transport.deliver(Policy("run", 0), take_snapshot(model), [server]).servers.values()
+    assert outcome.error is None
+    assert outcome.proof is not None
+    served = torch.tensor(server.prompt_logprobs(PROMPT, model=server.info.model, cache_salt=None))
+    torch.testing.assert_close(served, peft_logprobs(model, PROMPT), rtol=0, atol=1e-4)
+    transport.close([server])
+    assert client.base()["fingerprint"] == start
