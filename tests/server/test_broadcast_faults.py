@@ -88,6 +88,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 WAYS = {"loaded": {}, "straight": {"LORAFLOW_FOLD": "1"}}
+PHASES = ["handshake", "pause", "start", "first bucket", "second bucket", "finish", "resume"]
+DEATHS = [*(("straight", phase) for phase in PHASES), ("loaded", "second bucket"), ("loaded", "finish")]
+straight_only = pytest.mark.parametrize("running", ["straight"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -123,7 +126,7 @@ def a_whole_run(server: VLLMServer, folder: Path, at_start: Any) -> None:
     assert server.request("GET", "/weight_info")["weight_version"] == PRISTINE
 
 
-@pytest.mark.parametrize("phase", ["handshake", "pause", "start", "first bucket", "second bucket", "finish", "resume"])
+@pytest.mark.parametrize(("running", "phase"), DEATHS, indirect=["running"])
 def test_a_trainer_that_dies_leaves_a_usable_server(
     running: RunningServer, folder: Path, at_start: Any, phase: str
 ) -> None:
@@ -133,6 +136,7 @@ def test_a_trainer_that_dies_leaves_a_usable_server(
     a_whole_run(VLLMServer(running.url), folder, at_start)
 
 
+@straight_only
 def test_a_trainer_that_stalls_holds_the_server_up_for_a_timeout_only(
     running: RunningServer, folder: Path, at_start: Any
 ) -> None:
@@ -160,6 +164,7 @@ def transport(running: RunningServer, folder: Path) -> tuple[Any, BroadcastTrans
     return model, made, server
 
 
+@straight_only
 def test_a_worker_that_cannot_join_ends_the_handshake(
     running: RunningServer, folder: Path, at_start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +183,7 @@ def test_a_worker_that_cannot_join_ends_the_handshake(
     a_whole_run(server, folder, at_start)
 
 
+@straight_only
 def test_a_failed_merge_brings_the_server_back(
     transport: tuple[Any, BroadcastTransport, VLLMServer], at_start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +209,7 @@ def test_a_failed_merge_brings_the_server_back(
     assert answer(server) == at_start
 
 
+@straight_only
 def test_a_merge_that_goes_on_failing_is_tried_once_more_and_raised(
     transport: tuple[Any, BroadcastTransport, VLLMServer], at_start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +233,7 @@ def test_a_merge_that_goes_on_failing_is_tried_once_more_and_raised(
     made.close([server])
 
 
+@straight_only
 def test_an_interrupt_in_the_middle_of_a_bucket_waits_for_nothing(
     transport: tuple[Any, BroadcastTransport, VLLMServer], at_start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
