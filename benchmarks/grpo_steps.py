@@ -57,7 +57,8 @@ def grpo(session: Session, way: str, url: str, steps: int, batch: int, tokens: i
         vllm_server_base_url=url,
         use_cpu=cpu,
         bf16=not cpu,
-        model_init_kwargs={"dtype": session.settings.preset.dtype},
+        # TRL's own choice would spread the model over all GPUs (device_map="auto"), and its own sync packs from one.
+        model_init_kwargs={"dtype": session.settings.preset.dtype, "device_map": {"": str(session.settings.device)}},
         generation_kwargs={"ignore_eos": True},
         logging_strategy="no",
         report_to=[],
