@@ -4,6 +4,8 @@ for a broadcast, see that its trainer has gone."""
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -26,13 +28,13 @@ class Lifeline:
 
     def __init__(self, folder: Path = SHM_DIR) -> None:
         self._folder = folder
-        self._path: Path | None = None
+        self._held: tuple[Path, int] | None = None
 
     @asynccontextmanager
     async def held(self, gone: Callable[[], Awaitable[bool]]) -> AsyncIterator[str]:
         """The path of a file that is there until the end, until the caller has ``gone``, or until `cut`."""
-        path = self._path = self._folder / f"loraflow-call-{secrets.token_hex(8)}"
-        path.touch(0o600)
+        path = self._folder / f"loraflow-call-{secrets.token_hex(8)}"
+        self._held = path, _locked(path)
         watch = asyncio.create_task(self._watch(gone))
         try:
             yield str(path)
@@ -44,15 +46,26 @@ class Lifeline:
 
     def cut(self) -> bool:
         """Remove the file; False where there is none."""
-        path, self._path = self._path, None
-        if path is not None:
-            path.unlink(missing_ok=True)
-        return path is not None
+        held, self._held = self._held, None
+        if held is None:
+            return False
+        held[0].unlink(missing_ok=True)
+        os.close(held[1])
+        return True
 
     async def _watch(self, gone: Callable[[], Awaitable[bool]]) -> None:
         while not await gone():
             await asyncio.sleep(_LOOK_SECONDS)
         self.cut()
+
+
+def _locked(path: Path) -> int:
+    """Create a file; its descriptor. It is locked before it has its name: trainers remove what nobody locks."""
+    hidden = path.with_name("." + path.name)
+    descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    hidden.rename(path)
+    return descriptor
 
 
 def still_wanted(path: str | None) -> Callable[[], None]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from loraflow.transports import blocks
 from loraflow_server.collective import NcclLine
 from loraflow_server.errors import PluginError
 from loraflow_server.lifeline import Lifeline, still_wanted
@@ -59,6 +60,23 @@ def test_it_is_cut_where_the_caller_leaves_or_says_so(tmp_path: Path) -> None:
     assert asyncio.run(call(stays, cut=True)) == (True, False)
     assert asyncio.run(call(left, cut=False)) == (False, False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trainer_that_starts_meanwhile_does_not_take_it_for_an_orphan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainers sweep shared memory of what dead processes left there."""
+    monkeypatch.setattr(blocks, "_SHM", tmp_path)
+    (tmp_path / "loraflow-call-of-a-killed-server").touch()
+
+    async def call() -> bool:
+        async with Lifeline(tmp_path).held(stays) as path:
+            look = still_wanted(path)
+            blocks._remove_orphans()
+            assert [str(found) for found in tmp_path.iterdir()] == [path]
+            return seen(look)
+
+    assert asyncio.run(call())
 
 
 def test_a_call_that_fails_leaves_no_file(tmp_path: Path) -> None:
