@@ -239,7 +239,7 @@ def test_uploads_are_served_as_they_were_sent(
     running = request.getfixturevalue(fixture)
     server, kept = VLLMServer(running.url), store(running)
     model = peft_model(tiny_model, r=8, lora_alpha=24, std=0.2)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="loraflow"):
         transport = uploads(running, kept, AdapterSpec.from_model(model))
     assert any("over HTTP" in record.message for record in caplog.records)
     assert blocks() == set()

@@ -131,7 +131,7 @@ def test_a_manager_measures_and_says_why(
     url = lora_server.url.replace("//127.0.0.1:", "//127.1:")  # an address of this host that does not look like one
     model = peft_model(tiny_model, r=8, std=0.2)
     options: dict[str, Any] = {"adapter_root": str(lora_server.adapter_root), "carrier": "direct"}
-    with caplog.at_level("INFO"), SyncManager(model, url, **options) as manager:
+    with caplog.at_level("INFO", logger="loraflow"), SyncManager(model, url, **options) as manager:
         manager.start()
         for step in range(3):
             randomize(model, seed=step, std=0.2)

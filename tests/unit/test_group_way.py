@@ -322,7 +322,7 @@ def test_a_group_that_cannot_be_joined_anew_is_replaced_by_http(
     server = VLLMServer(url)
     transport = DirectTransport(store, snapshot.spec, far=[url], groups=QUICK)
     monkeypatch.setattr(transport._ways, "_time_upload", lambda *_: 1e9)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="loraflow"):
         transport.open([server])
     assert any("by broadcast" in record.message and "over gloo" in record.message for record in caplog.records)
     assert proven(transport.deliver(Policy(store.run_id, 0), snapshot, [server]).servers[url])

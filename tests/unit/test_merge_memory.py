@@ -92,7 +92,7 @@ def test_two_buckets_and_one_layer() -> None:
     link: Any = Silent()
 
     with Meter() as meter:
-        send([link], tensors, source.merged(snapshot, names), {}, bucket_bytes=BUCKET)
+        send([link], buckets, source.merged(snapshot, names), {})
 
     assert link.buckets == len(buckets) > 4
     assert sum(t.nbytes for t in tensors) > 4 * layer
