@@ -37,7 +37,13 @@ class Arrival(Protocol):
 
 
 class Line(Protocol):
-    """A worker's end of a broadcast group whose rank 0 is the trainer."""
+    """A worker's end of a broadcast group whose rank 0 is the trainer.
+
+    Attributes:
+        device: Where pieces are received.
+    """
+
+    device: torch.device
 
     def receive(self, buffer: torch.Tensor) -> Arrival:
         """Begin to receive into ``buffer`` (uint8, 1-D, contiguous), once what was launched before is done with it."""
@@ -71,14 +77,15 @@ class NcclLine:
         aborted: Callable[[], object] = lambda: None,
         alive: Callable[[], object] = lambda: None,
     ) -> None:
-        self._communicator, self._device, self._timeout = communicator, device, timeout
+        self.device = device
+        self._communicator, self._timeout = communicator, timeout
         self._aborted, self._alive = aborted, alive
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(device)
 
     def receive(self, buffer: torch.Tensor) -> Arrival:
         """On a stream of its own, behind what was launched on the current one. See `Line.receive`."""
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         self._communicator.broadcast(buffer, src=0, stream=self._stream)
         return _OnStream(self._stream.record_event(), current, self)
@@ -131,6 +138,8 @@ class GlooLine:
         group: It.
         timeout: Seconds for one piece.
     """
+
+    device = torch.device("cpu")
 
     def __init__(self, group: Any, timeout: float) -> None:
         self._group, self._timeout = group, timeout

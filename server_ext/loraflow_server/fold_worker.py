@@ -122,7 +122,7 @@ class FoldWorker:
         coming, model, device = Incoming(**incoming), self.model_runner.get_model(), torch.device(self.device)
         served = self._loraflow_served(coming.layout_id)
         line = line_of(self.weight_transfer_engine, device, timeout, coming.lifeline)
-        receive(line, coming, served, model, device)
+        receive(line, coming, served, model)
         return {"sums": served.sums(model)}
 
     def _loraflow_served(self, layout_id: str) -> ServedWeights:

@@ -63,7 +63,7 @@ def line_of(engine: Any, device: torch.device, timeout: float, lifeline: str | N
     raise PluginError("no_group", "this worker has joined no broadcast group", status=409)
 
 
-def receive(line: Line, incoming: Incoming, served: ServedWeights, model: Any, device: torch.device) -> None:
+def receive(line: Line, incoming: Incoming, served: ServedWeights, model: Any) -> None:
     """Receive all of it, and write it.
 
     A bucket that cannot be written is no reason to leave the others on the line: the trainer and the other workers
@@ -75,7 +75,7 @@ def receive(line: Line, incoming: Incoming, served: ServedWeights, model: Any, d
     places = served.places(model)
     buckets = _buckets(incoming, served.shapes)
     size = max(bucket.nbytes for bucket in buckets)
-    buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in buckets[:_BUFFERS]]
+    buffers = [torch.empty(size, dtype=torch.uint8, device=line.device) for _ in buckets[:_BUFFERS]]
 
     def begin(number: int) -> Arrival:
         return line.receive(buffers[number % len(buffers)][: buckets[number].nbytes])
@@ -145,4 +145,5 @@ def _write(bucket: _Bucket, buffer: torch.Tensor, places: Mapping[str, Sequence[
             targets.append(view)
             sources.append(rect.of(matrix))
     if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+        # From the host it waits: the next bucket is received into the same memory.
+        torch._foreach_copy_(targets, sources, non_blocking=buffer.is_cuda)

@@ -33,6 +33,8 @@ NAMES = ("head", "q", "norm", "o", "k")  # not the layout's order
 class Played:
     """A line on which packed buckets lie ready."""
 
+    device = CPU
+
     def __init__(self, pieces: Sequence[torch.Tensor], breaks_at: int | None = None) -> None:
         self.pieces, self.breaks_at, self.taken = list(pieces), breaks_at, 0
 
@@ -71,7 +73,7 @@ def test_each_rank_has_what_its_own_loaders_would_have_loaded(
     weights, buckets, buffers = packed(wire, bucket_bytes)
     for number in (0, 1):
         rank, wanted = Rank(number, served), Rank(number, served)
-        receive(Played(buffers), incoming(wire, buckets), ServedWeights(rank, dict(sorted(SHAPES.items()))), rank, CPU)
+        receive(Played(buffers), incoming(wire, buckets), ServedWeights(rank, dict(sorted(SHAPES.items()))), rank)
         wanted.load_weights([(name, weight.to(wire)) for name, weight in weights.items()])
         for (name, found), (_, right) in zip(rank.named_parameters(), wanted.named_parameters(), strict=True):
             assert torch.equal(found, right), name
@@ -92,7 +94,7 @@ def test_a_bucket_that_cannot_be_written_leaves_none_on_the_line() -> None:
 
     served.places = places  # type: ignore[method-assign]
     with pytest.raises(KeyError, match="q"):
-        receive(line, incoming(torch.float32, buckets), served, rank, CPU)
+        receive(line, incoming(torch.float32, buckets), served, rank)
     assert line.taken == len(buckets)
     assert torch.equal(rank.norm, torch.zeros(8))  # nothing is written behind the failure
 
@@ -102,7 +104,7 @@ def test_a_bucket_that_does_not_come_ends_it() -> None:
     _, buckets, buffers = packed(torch.float32, 1)
     served = ServedWeights(rank, dict(sorted(SHAPES.items())))
     with pytest.raises(PluginError, match="not in time"):
-        receive(Played(buffers, breaks_at=2), incoming(torch.float32, buckets), served, rank, CPU)
+        receive(Played(buffers, breaks_at=2), incoming(torch.float32, buckets), served, rank)
 
 
 def test_a_weight_of_no_layout_is_refused_before_anything_is_read() -> None:
@@ -110,7 +112,7 @@ def test_a_weight_of_no_layout_is_refused_before_anything_is_read() -> None:
     line = Played([])
     other = Incoming("id", ["x"], ["float32"], [1])
     with pytest.raises(PluginError, match="x is not of the layout"):
-        receive(line, other, ServedWeights(rank, dict(sorted(SHAPES.items()))), rank, CPU)
+        receive(line, other, ServedWeights(rank, dict(sorted(SHAPES.items()))), rank)
     assert line.taken == 0
 
 
