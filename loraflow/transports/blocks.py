@@ -18,6 +18,7 @@ import torch
 from loraflow.errors import CapabilityError, LoraflowError
 from loraflow.plugin_client import PluginClient
 from loraflow.server import VLLMServer
+from loraflow_server.locked_file import create_locked
 
 __all__ = ["Block", "GpuBlock", "SharedBlock", "best_block", "objection", "reachable_block"]
 
@@ -69,7 +70,7 @@ class SharedBlock:
         self._path = _SHM / self.name
         self._descriptor = -1
         try:
-            self._descriptor = _create_locked(self._path)
+            self._descriptor = create_locked(self._path)
             os.posix_fallocate(self._descriptor, 0, nbytes)
         except OSError as error:
             self._path.unlink(missing_ok=True)
@@ -151,15 +152,6 @@ def _cudart() -> Any:
 
 def _host_register(view: torch.Tensor) -> bool:
     return int(_cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0)) == 0
-
-
-def _create_locked(path: Path) -> int:
-    """Create a file and lock it, before anyone else can take it for an orphan; its descriptor."""
-    hidden = path.with_name("." + path.name)
-    descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    hidden.rename(path)
-    return descriptor
 
 
 def _remove_orphans() -> None:

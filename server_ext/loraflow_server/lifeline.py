@@ -4,7 +4,6 @@ for a broadcast, see that its trainer has gone."""
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from loraflow_server.errors import PluginError
+from loraflow_server.locked_file import create_locked
 from loraflow_server.payload import SHM_DIR
 
 __all__ = ["Lifeline", "still_wanted"]
@@ -34,7 +34,7 @@ class Lifeline:
     async def held(self, gone: Callable[[], Awaitable[bool]]) -> AsyncIterator[str]:
         """The path of a file that is there until the end, until the caller has ``gone``, or until `cut`."""
         path = self._folder / f"loraflow-call-{secrets.token_hex(8)}"
-        self._held = path, _locked(path)
+        self._held = path, create_locked(path)
         watch = asyncio.create_task(self._watch(gone))
         try:
             yield str(path)
@@ -57,15 +57,6 @@ class Lifeline:
         while not await gone():
             await asyncio.sleep(_LOOK_SECONDS)
         self.cut()
-
-
-def _locked(path: Path) -> int:
-    """Create a file; its descriptor. It is locked before it has its name: trainers remove what nobody locks."""
-    hidden = path.with_name("." + path.name)
-    descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    hidden.rename(path)
-    return descriptor
 
 
 def still_wanted(path: str | None) -> Callable[[], None]:
