@@ -306,6 +306,21 @@ class PluginClient:
         )
 
     @_understood
+    def weights_map(self, where: Mapping[str, Any], *, timeout: float | None = None) -> tuple[tuple[str, ...], ...]:
+        """Have the workers map buffers of this process; the token (hex) that each finds there, by engine and rank.
+
+        Args:
+            where: ``{"source", "buffers", "stride", "flags", "workers"}``, see `loraflow_server.mapped.Where`.
+            timeout: Seconds.
+        """
+        return _heads(self._request("POST", f"{_ROOT}/weights/map", json=dict(where), timeout=timeout))
+
+    def weights_unmap(self, name: str | None = None, *, timeout: float | None = None) -> None:
+        """Have the workers let go of the buffers whose flags are called ``name``, or of any."""
+        body = {} if name is None else {"name": name}
+        self._request("POST", f"{_ROOT}/weights/unmap", json=body, timeout=timeout)
+
+    @_understood
     def weights_receive(
         self,
         layout_id: str,
@@ -313,17 +328,21 @@ class PluginClient:
         dtypes: Sequence[str],
         buckets: Sequence[int],
         *,
+        mapped: Mapping[str, Any] | None = None,
         label: str,
         bucket_timeout: float,
         timeout: float | None = None,
     ) -> ServedSums:
         """Have the workers, which are in a group with this process, write what it broadcasts to where it is served.
 
+        Or what lies in memory that they have mapped.
+
         Args:
             layout_id: As of `weights_layout`, for these weights or more.
             names: Checkpoint names, in the order of travel.
             dtypes: Of each, e.g. ``bfloat16``.
             buckets: How many of them each bucket holds.
+            mapped: ``{"name", "first"}`` where they are not broadcast, see `loraflow_server.receive.Incoming`.
             label: The name of the weights afterwards.
             bucket_timeout: Seconds that a worker waits for one bucket.
             timeout: Seconds for the call.
@@ -335,6 +354,7 @@ class PluginClient:
             "buckets": list(buckets),
             "label": label,
             "timeout": bucket_timeout,
+            **({} if mapped is None else {"mapped": dict(mapped)}),
         }
         return ServedSums.from_json(self._request("POST", f"{_ROOT}/weights/receive", json=body, timeout=timeout))
 

@@ -20,7 +20,7 @@ from loraflow.plugin_client import PluginClient
 from loraflow.server import VLLMServer
 from loraflow_server.locked_file import create_locked
 
-__all__ = ["Block", "GpuBlock", "SharedBlock", "best_block", "objection", "reachable_block"]
+__all__ = ["Block", "GpuBlock", "SharedBlock", "best_block", "gpu_block", "objection", "reachable_block"]
 
 _SHM = Path("/dev/shm")  # noqa: S108 - where Linux keeps shared memory
 _PREFIX = "loraflow-"
@@ -179,7 +179,7 @@ def best_block(servers: Sequence[VLLMServer], nbytes: int, device: torch.device)
         CapabilityError: There is no shared memory, or not enough of it.
     """
     if device.type == "cuda":
-        gpu = _gpu_block(nbytes, device)
+        gpu = gpu_block(nbytes, device)
         if gpu is not None and all(objection(server, gpu) is None for server in servers):
             return gpu
         if gpu is not None:
@@ -206,7 +206,8 @@ def reachable_block(servers: Sequence[VLLMServer], nbytes: int, device: torch.de
     return block
 
 
-def _gpu_block(nbytes: int, device: torch.device) -> GpuBlock | None:
+def gpu_block(nbytes: int, device: torch.device) -> GpuBlock | None:
+    """A `GpuBlock`; None where memory of this GPU cannot be shared."""
     try:
         return GpuBlock(nbytes, device)
     except RuntimeError as error:  # containers may forbid CUDA IPC

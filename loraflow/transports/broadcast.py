@@ -17,15 +17,16 @@ from torch import nn
 from loraflow.adapter import AdapterSnapshot
 from loraflow.config import SyncConfig
 from loraflow.errors import CapabilityError, ConfigError, LoadError, LoraflowError, VerifyError
-from loraflow.launch import free_port
 from loraflow.merge import MergeSource, WireTensor
 from loraflow.policy import Policy
 from loraflow.records import Proof
 from loraflow.server import HTTPFailure, VLLMServer
 from loraflow.transports.background import Task, each
 from loraflow.transports.base import Delivered, Delivery, NotAnnounced
-from loraflow.transports.groups import GlooGroup, Group, IpcGroup, NcclGroup, address_towards, require_own
+from loraflow.transports.carriers import make_group, shared_memory
+from loraflow.transports.groups import Group
 from loraflow.transports.link import PRISTINE, Link
+from loraflow.transports.mapped import TrainerBuffers
 from loraflow.transports.merging import Merging
 from loraflow.transports.pipeline import buckets_of, send
 from loraflow.transports.requirements import check_alignment, check_server, common_dtype
@@ -95,6 +96,7 @@ class BroadcastTransport(NotAnnounced):
         self._merging: Merging  # since `open`
         self._states: dict[str, _State] = {}
         self._digest: tuple[list[WeightLayout], WeightDigest] | None = None
+        self._mapped: TrainerBuffers | None = None
         self._places: dict[str, int] = {}  # each server's, from the first port on; kept when it is connected anew
 
     # ---------------------------------------------------------------- the protocol
@@ -122,12 +124,22 @@ class BroadcastTransport(NotAnnounced):
         if self.name != "gloo":
             check_alignment(plan_buckets(self._source.announce(self._source.weights), self._config.bucket_bytes))
         self._states = {server.url: _State(self._link(server)) for server in servers}
+        if self.name == "ipc" and (self._only_straight or self._config.verify != "canary"):
+            names = self._source.weights if self._only_straight else self.touched_tensors
+            self._mapped = shared_memory(servers, self._source.announce(names), self._config, self._device)
+        try:
+            self._connect(servers)
+        except BaseException:
+            self._free()
+            raise
+
+    def _connect(self, servers: Sequence[VLLMServer]) -> None:
         self._raise_first(each(self._links(servers), Link.connect))
         for server in servers:
             self._states[server.url].layout = self._agree(server)
         left = [link for link in self._links(servers) if link.take_over()]
         if left:
-            self._raise_first(self._update(left, _Served(), self._source.weights)[0])
+            self._raise_first(self._update(left, _Served(), self._opened().weights)[0])
         if self._config.verify != "canary":
             for state in self._states.values():
                 state.baseline = state.link.checksums()
@@ -230,8 +242,7 @@ class BroadcastTransport(NotAnnounced):
             self.prove_untouched(touched, everything=True)
         finally:
             errors = each(self._links(mine), Link.disconnect)
-            for state in self._states.values():
-                state.link.close_group()
+            self._free()
             self._states.clear()
             self._digest = None
         self._raise_first(errors)
@@ -274,12 +285,15 @@ class BroadcastTransport(NotAnnounced):
         interrupt (Ctrl-C) at once.
         """
         self._opened()
-        merge = self._merging.begin(served.snapshot, tuple(names))
-        layouts = {link.server.url: layout for link in links if (layout := self._states[link.server.url].layout)}
+        names = tuple(names)
+        merge = self._merging.begin(served.snapshot, names)
+        layouts = self._layouts_of(links, names)
         digest = self._digest_for(list(layouts.values()))
         errors: dict[str, Exception] = {}
         buckets = buckets_of(merge.tensors, self._config.bucket_bytes, capped=self.name == "ipc")
         straight = _straight(links, layouts, merge.tensors)
+        if self._mapped is not None and len(straight) < len(links):
+            straight = {}  # one buffer after another is handed to vLLM
 
         def begin(link: Link) -> None:
             url = link.server.url
@@ -294,6 +308,7 @@ class BroadcastTransport(NotAnnounced):
                 errors,
                 seen=None if digest is None else digest.see_all,
                 grouped=merge.grouped,
+                buffers=self._mapped.views if self._mapped is not None and straight else None,
                 begun=lambda: begins.result(threading.TIMEOUT_MAX),  # every call of it has its limit
             )
             if digest is not None:
@@ -358,7 +373,11 @@ class BroadcastTransport(NotAnnounced):
     @property
     def _device(self) -> torch.device:
         """Where buckets lie."""
-        return torch.device("cpu") if self.name == "gloo" else next(self._model.parameters()).device
+        return torch.device("cpu") if self.name == "gloo" else self._base_device
+
+    @property
+    def _base_device(self) -> torch.device:
+        return next(self._model.parameters()).device
 
     def _digest_for(self, layouts: list[WeightLayout]) -> WeightDigest | None:
         """The digest of one update: the last one's, where the same servers are updated."""
@@ -369,23 +388,50 @@ class BroadcastTransport(NotAnnounced):
         self._digest[1].restart()
         return self._digest[1]
 
-    def _agree(self, server: VLLMServer) -> WeightLayout | None:
-        """Where the server serves what an update touches; None where it cannot say, and log-probs must prove it."""
+    def _agree(self, server: VLLMServer, names: Sequence[str] | None = None) -> WeightLayout | None:
+        """Where the server serves ``names`` (what an update touches); None where it cannot say, and log-probs must
+        prove it."""
         plugin = server.info.plugin
         if self._config.verify == "canary" or plugin is None or "weights" not in plugin.capabilities:
             return None
         try:
-            return WeightLayout.agree(server, self._opened().announce(self.touched_tensors))
+            return WeightLayout.agree(server, self._opened().announce(names or self.touched_tensors))
         except (CapabilityError, HTTPFailure, LoadError) as error:
             if isinstance(error, HTTPFailure) and error.status not in _NO_PLACES:
                 raise
+            if self._only_straight:
+                raise CapabilityError(
+                    f"without a GPU, ipc takes weights that the server can write to: {error}",
+                    server=server.url,
+                    hint="start it with LORAFLOW_FOLD=1, or with the gloo backend",
+                ) from error
             _log.info("%s: merged weights are proven by log-probs: %s", server.url, error)
             return None
 
     def _agree_again(self, link: Link, layout: WeightLayout | None) -> None:
         """What is connected anew may have been restarted, and knows nothing of ``layout`` then."""
-        if layout is not None and self._agree(link.server) != layout:
+        if layout is not None and self._agree(link.server, layout.names) != layout:
             raise LoadError("the server serves its weights in other places than at the start", server=link.server.url)
+
+    @property
+    def _only_straight(self) -> bool:
+        """Whether no server has a way of its own to load what it is sent: vLLM's takes a GPU."""
+        return self.name == "ipc" and self._device.type != "cuda"
+
+    def _layouts_of(self, links: Sequence[Link], names: Sequence[str]) -> dict[str, WeightLayout]:
+        """Where servers serve ``names``, by URL; where they serve what an update touches, if those are others."""
+        found = {link.server.url: self._states[link.server.url].layout for link in links}
+        if self._only_straight and set(names) != set(self.touched_tensors):
+            found = {link.server.url: self._agree(link.server, names) for link in links}
+        return {url: layout for url, layout in found.items() if layout is not None}
+
+    def _free(self) -> None:
+        """Free the memory that servers have mapped, once they are told to let go of it, or are gone."""
+        for state in self._states.values():
+            state.link.close_group()
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            mapped.close()
 
     def _links(self, servers: Sequence[VLLMServer]) -> list[Link]:
         return [self._states[server.url].link for server in servers]
@@ -397,14 +443,8 @@ class BroadcastTransport(NotAnnounced):
             raise ConfigError(f"group_port={config.group_port} leaves no port for {server.url}: each server needs one")
 
         def make(link: Link, world_size: int) -> Group:
-            address = require_own(config.group_host) if config.group_host else address_towards(server.url)
-            device = next(self._model.parameters()).device
             port = config.group_port + index if config.group_port else 0
-            if self.name == "gloo":
-                return GlooGroup(address, port, world_size, config.collective_timeout)
-            if self.name == "nccl":
-                return NcclGroup(address, port or free_port(""), world_size, config.collective_timeout, device)
-            return IpcGroup(link.post_update, link.announce, device)
+            return make_group(link, self.name, world_size, config, port, self._base_device, self._mapped)
 
         return Link(server, self.name, make, bucket_bytes=config.bucket_bytes, timeout=config.collective_timeout)
 

@@ -40,7 +40,7 @@ class Pending(Protocol):
 
 
 class Group(Protocol):
-    """One carrier to one server.
+    """One carrier to one server. What it does not say otherwise, a carrier has no need of.
 
     Attributes:
         device: Where buckets must lie.
@@ -52,27 +52,35 @@ class Group(Protocol):
 
     def handshake(self) -> dict[str, Any]:
         """What the server's workers need to join, beyond the packing."""
-        ...
+        return {}
 
     def join(self) -> None:
         """Wait for the workers; blocks, at most for the group's timeout where the carrier has one."""
-        ...
+        return
 
     def send(self, buffer: Tensor, bucket: Bucket) -> Pending:
         """Start to send ``buffer`` (uint8), which holds ``bucket``."""
         ...
 
     def stamp(self) -> dict[str, Any]:
-        """What each announcement carries for this carrier beyond the tensors."""
-        ...
+        """What the announcement of an update that vLLM loads carries for this carrier beyond the tensors."""
+        return {}
 
-    def confirm(self, phase: str, timeout: float) -> None:
+    def stamp_straight(self) -> dict[str, Any]:
+        """The same of an update that the workers write to where it is served (`PluginClient.weights_receive`)."""
+        return {}
+
+    def confirm(self, phase: str, timeout: float) -> None:  # noqa: ARG002 - for those who can ask
         """Have every worker say that ``received`` or ``finished`` went well, where the carrier has a way to ask.
 
         Raises:
             RuntimeError: A worker gave another reason, or none in time.
         """
-        ...
+        return
+
+    def leave(self) -> None:
+        """Have the workers leave, where vLLM's own way to does not do it."""
+        return
 
     def close(self) -> None:
         """Leave; never blocks."""
@@ -130,7 +138,7 @@ class _GlooPending:
         return True
 
 
-class GlooGroup:
+class GlooGroup(Group):
     """A gloo process group over a TCP store of the trainer; needs no vLLM here, and loraflow's plugin there.
 
     Args:
@@ -208,7 +216,7 @@ class _StreamPending:
         return bool(self._event.query())
 
 
-class NcclGroup:
+class NcclGroup(Group):
     """vLLM's own NCCL communicator; needs vLLM beside the trainer, as TRL does.
 
     Args:
@@ -253,13 +261,6 @@ class NcclGroup:
         """Where the store is."""
         return {"address": self._address, "port": self._port}
 
-    def stamp(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def confirm(self, phase: str, timeout: float) -> None:
-        """Nothing: the server's answer has to do."""
-
     def join(self) -> None:
         """Open the store, and the communicator once every worker is there."""
         _await_port(self._port, self._timeout)
@@ -285,7 +286,7 @@ class NcclGroup:
 # ---------------------------------------------------------------- ipc
 
 
-class IpcGroup:
+class IpcGroup(Group):
     """CUDA IPC to a server on the trainer's own GPU: the call that carries a bucket's handle is the transfer.
 
     Args:
@@ -309,20 +310,6 @@ class IpcGroup:
         self.device = device
         self._post, self._announce = post, announce
         self._exported: tuple[int, Any] | None = None
-
-    def handshake(self) -> dict[str, Any]:
-        """Nothing: handles travel with each bucket."""
-        return {}
-
-    def stamp(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def confirm(self, phase: str, timeout: float) -> None:
-        """Nothing: the server's answer has to do."""
-
-    def join(self) -> None:
-        """Nothing to wait for."""
 
     def send(self, buffer: Tensor, bucket: Bucket) -> Pending:
         """Hand the buffer over; exported once, whatever the number of buckets."""

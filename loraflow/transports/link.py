@@ -23,6 +23,7 @@ from loraflow.plugin_client import PluginClient, ServedSums
 from loraflow.server import HTTPFailure, VLLMServer
 from loraflow.transports.background import Awaited, Task, wait_until
 from loraflow.transports.groups import Group, Pending
+from loraflow.transports.mapped import MappedGroup
 from loraflow.transports.phases import in_phase
 from loraflow.transports.wire import Bucket, init_info, start_body, update_info
 
@@ -78,6 +79,7 @@ class Link:
         self._paused_here = False
         self._labelled = PRISTINE
         self._straight = False  # the last update went past vLLM's own loading
+        self._maps = False  # its workers have mapped the buckets' memory
 
     # ---------------------------------------------------------------- connecting
 
@@ -118,6 +120,7 @@ class Link:
                 )
             (call if call.failed() else join).result(0)
             call.result(0)
+            self._maps = isinstance(group, MappedGroup) and group.reached
         return group
 
     def close_group(self) -> None:
@@ -130,6 +133,8 @@ class Link:
         """Leave the group on both sides."""
         if not self.broken:  # workers refuse to leave while an update is open
             self._post("/shutdown_weight_transfer_engine", optional=True)
+        if self.group is not None:
+            self.group.leave()
         self.close_group()
 
     def _discard_update(self) -> None:
@@ -175,7 +180,7 @@ class Link:
     @property
     def writes_straight(self) -> bool:
         """Whether the server can write what it receives to where it is served, once that is agreed on."""
-        return self._carrier != "ipc" and self._can("receive")
+        return self._maps if self._carrier == "ipc" else self._can("receive")
 
     # ---------------------------------------------------------------- one update
 
@@ -224,14 +229,17 @@ class Link:
                 [tensor.name for tensor in tensors],
                 [tensor.dtype_name for tensor in tensors],
                 [len(bucket.slots) for bucket in buckets],
+                **group.stamp_straight(),
                 label=_until_resumed(version),
                 bucket_timeout=self._timeout,
                 timeout=limit,
             )
             self._update = Task(receive, name="receive")
-        elif self._carrier != "ipc":
+            return
+        stamp = group.stamp()
+        if self._carrier != "ipc":
             body = update_info(self._carrier, self.server.info.version, tensors, bucket_bytes=self._bucket_bytes)
-            body |= group.stamp()
+            body |= stamp
             self._update = Task(
                 lambda: self._post("/update_weights", {"update_info": body}, timeout=limit), name="update"
             )

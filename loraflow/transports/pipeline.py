@@ -58,6 +58,7 @@ def send(
     seen: Callable[[Sequence[tuple[str, Tensor]]], None] | None = None,
     grouped: Grouped | None = None,
     begun: Callable[[], Mapping[str, Exception]] | None = None,
+    buffers: Sequence[Tensor] | None = None,
 ) -> dict[str, float]:
     """Send ``buckets``, filled with what ``stream`` yields, to every link that has no error yet.
 
@@ -72,6 +73,7 @@ def send(
         grouped: Writes some of the tensors of a bucket by itself.
         begun: Waits until the servers have been told, and gives the errors of those that could not be. Meanwhile the
             first buckets are filled, where every link has its group already.
+        buffers: Where to fill buckets (uint8, 1-D); new memory, as the carrier asks for it, where not given.
 
     Returns:
         Milliseconds spent on ``merge`` (the stream, and packing) and on waiting for the ``broadcast``.
@@ -82,10 +84,12 @@ def send(
     groups = [link.group for link in links if link.group is not None and link.server.url not in errors]
     if not groups:
         return {}
-    count = min(len(buckets), *(group.buffers for group in groups))
-    size = max((bucket.nbytes for bucket in buckets), default=0)
-    buffers = [torch.empty(size, dtype=torch.uint8, device=groups[0].device) for _ in range(count)]
-    under_way: list[list[tuple[Link, Pending]]] = [[] for _ in buffers]
+    if buffers is None:
+        size = max((bucket.nbytes for bucket in buckets), default=0)
+        many = min(len(buckets), *(group.buffers for group in groups))
+        buffers = [torch.empty(size, dtype=torch.uint8, device=groups[0].device) for _ in range(many)]
+    count = min(len(buckets), len(buffers))
+    under_way: list[list[tuple[Link, Pending]]] = [[] for _ in range(count)]
     spent = {"merge": 0.0, "broadcast": 0.0}
 
     def pack(number: int) -> None:

@@ -35,6 +35,7 @@ _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _MAX_DIM = 1 << 31
 _PLAIN_DTYPES = ("float32", "bfloat16", "float16")
 _LONGEST = 86_400
+_MAX_NUMBER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -279,4 +280,9 @@ def check_incoming(body: Mapping[str, Any], limits: Limits) -> tuple[dict[str, A
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST:
         raise PluginError("bad_request", f"timeout is a number of seconds, at most {_LONGEST}")
     incoming = {"layout_id": check_text(body, "layout_id"), "names": names, "dtypes": dtypes, "buckets": buckets}
+    mapped = body.get("mapped")
+    if mapped is not None:
+        if not isinstance(mapped, dict) or not _is_count(mapped.get("first")) or mapped["first"] >= _MAX_NUMBER:
+            raise PluginError("bad_request", "mapped is an object, its first a count")
+        incoming["mapped"] = {"name": check_text(mapped, "name"), "first": mapped["first"]}
     return incoming, check_text(body, "label", 256), float(timeout)

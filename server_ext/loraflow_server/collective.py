@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,11 +17,12 @@ import torch
 
 from loraflow_server.errors import PluginError
 
-__all__ = ["Arrival", "GlooLine", "Line", "NcclLine"]
+__all__ = ["Arrival", "GlooLine", "Line", "NcclLine", "Receiving"]
 
 logger = logging.getLogger("vllm.loraflow.worker")
 
 _POLL, _LOOK = 50e-6, 0.1
+_BUFFERS = 2
 
 
 class Arrival(Protocol):
@@ -37,7 +38,22 @@ class Arrival(Protocol):
 
 
 class Line(Protocol):
-    """A worker's end of a broadcast group whose rank 0 is the trainer.
+    """How the pieces of an update come to a worker."""
+
+    def pieces(self, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Each of them in turn (uint8, shape (size,)); what is launched before the next one is asked for may read it.
+
+        Args:
+            sizes: In bytes.
+
+        Raises:
+            PluginError: ``broadcast_failed``, ``broadcast_timeout``, ``called_off``; the line is of no use then.
+        """
+        ...
+
+
+class Receiving:
+    """A worker's end of a broadcast group whose rank 0 is the trainer: a `Line` through two buffers.
 
     Attributes:
         device: Where pieces are received.
@@ -47,17 +63,30 @@ class Line(Protocol):
 
     def receive(self, buffer: torch.Tensor) -> Arrival:
         """Begin to receive into ``buffer`` (uint8, 1-D, contiguous), once what was launched before is done with it."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Leave the group, whatever is under way."""
-        ...
+        raise NotImplementedError
+
+    def pieces(self, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+        """See `Line.pieces`: while one is written the next arrives."""
+        size = max(sizes)
+        buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in sizes[:_BUFFERS]]
+        arrivals = [self.receive(buffer[:nbytes]) for buffer, nbytes in zip(buffers, sizes, strict=False)]
+        for number, nbytes in enumerate(sizes):
+            slot = number % len(buffers)
+            arrivals[slot].settle()
+            yield buffers[slot][:nbytes]
+            following = number + len(buffers)
+            if following < len(sizes):
+                arrivals[slot] = self.receive(buffers[slot][: sizes[following]])
 
 
 # ---------------------------------------------------------------- nccl
 
 
-class NcclLine:
+class NcclLine(Receiving):
     """Over a communicator of vLLM's (``PyNcclCommunicator``).
 
     Args:
@@ -84,7 +113,7 @@ class NcclLine:
         self._stream = cuda.Stream(device)
 
     def receive(self, buffer: torch.Tensor) -> Arrival:
-        """On a stream of its own, behind what was launched on the current one. See `Line.receive`."""
+        """On a stream of its own, behind what was launched on the current one. See `Receiving.receive`."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         self._communicator.broadcast(buffer, src=0, stream=self._stream)
@@ -131,7 +160,7 @@ class _OnStream:
 # ---------------------------------------------------------------- gloo
 
 
-class GlooLine:
+class GlooLine(Receiving):
     """Over a gloo process group of torch's, whose own timeout is ``timeout``.
 
     Args:
@@ -145,7 +174,7 @@ class GlooLine:
         self._group, self._timeout = group, timeout
 
     def receive(self, buffer: torch.Tensor) -> Arrival:
-        """See `Line.receive`."""
+        """See `Receiving.receive`."""
         return _InGroup(self._group.broadcast(buffer, 0), self._timeout)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The worker's part of fold, and of merged broadcasts, as `LoraflowWorker` mixes it in."""
+"""The worker's part of fold, as `LoraflowWorker` mixes it in."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from loraflow_server.answers import answers
 from loraflow_server.errors import PluginError
 from loraflow_server.fold import Fold, FoldModule
 from loraflow_server.payload import Payloads, read_folder
-from loraflow_server.receive import Incoming, line_of, receive
-from loraflow_server.served import ServedWeights
 
 __all__ = ["FoldWorker"]
 
 
 class FoldWorker:
-    """Methods of a worker that fold adapters into its weights, receive merged ones, and checksum them."""
+    """Methods of a worker that fold adapters into its weights."""
 
     model_runner: Any
     device: torch.device
-    weight_transfer_engine: Any
 
     def loraflow_payloads(self) -> Payloads:
         """The payload blocks that this worker has open."""
@@ -98,35 +95,3 @@ class FoldWorker:
         if known is not None:
             known[1].restore()
         return {"restored": known is not None}
-
-    # ---------------------------------------------------------------- merged weights
-
-    @answers
-    def loraflow_weights_layout(self, layout_id: str, tensors: Mapping[str, Sequence[int]]) -> Mapping[str, Any]:
-        """Find where checkpoint weights (name to shape) are served here."""
-        served = ServedWeights(self.model_runner.get_model(), tensors)
-        self.__dict__["_loraflow_weights"] = (layout_id, served)
-        return {"rects": [rect.to_list() for rect in served.rects], "dtypes": served.dtypes}
-
-    @answers
-    def loraflow_weights_sums(self, layout_id: str) -> Mapping[str, Any]:
-        """Checksum of each of them, as served now."""
-        return {"sums": self._loraflow_served(layout_id).sums(self.model_runner.get_model())}
-
-    @answers
-    def loraflow_receive(self, incoming: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
-        """Write what the trainer broadcasts to where it is served, and checksum all of the layout's weights then.
-
-        What has arrived before a failure stays: requests must not be let in before another update.
-        """
-        coming, model, device = Incoming(**incoming), self.model_runner.get_model(), torch.device(self.device)
-        served = self._loraflow_served(coming.layout_id)
-        line = line_of(self.weight_transfer_engine, device, timeout, coming.lifeline)
-        receive(line, coming, served, model)
-        return {"sums": served.sums(model)}
-
-    def _loraflow_served(self, layout_id: str) -> ServedWeights:
-        known: tuple[str, ServedWeights] | None = self.__dict__.get("_loraflow_weights")
-        if known is None or known[0] != layout_id:
-            raise PluginError("unknown_layout", f"layout {layout_id!r} was not agreed with this server", status=409)
-        return known[1]

@@ -17,11 +17,15 @@ class GroupWorker(FoldWorker):
 
     parallel_config: Any
 
+    def loraflow_place(self) -> int:
+        """Place of this worker among all engines', from 0."""
+        parallel = self.parallel_config
+        return int(parallel.data_parallel_index) * int(parallel.world_size) + int(parallel.rank)
+
     @answers
     def loraflow_group_join(self, group: str, meeting: Mapping[str, Any]) -> Mapping[str, Any]:
         """Join a trainer's group: a `Meeting` without the rank, which is this worker's place among all engines'."""
-        parallel = self.parallel_config
-        rank = 1 + int(parallel.data_parallel_index) * int(parallel.world_size) + int(parallel.rank)
+        rank = 1 + self.loraflow_place()
         self.loraflow_payloads().lines.join(group, Meeting(rank=rank, **meeting))
         return {"rank": rank}
 

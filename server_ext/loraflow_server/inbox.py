@@ -21,8 +21,8 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
+from loraflow_server.blocks import SHM_DIR
 from loraflow_server.errors import PluginError
-from loraflow_server.payload import SHM_DIR
 
 __all__ = ["Inbox"]
 

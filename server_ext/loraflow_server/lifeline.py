@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from loraflow_server.blocks import SHM_DIR
 from loraflow_server.errors import PluginError
 from loraflow_server.locked_file import create_locked
-from loraflow_server.payload import SHM_DIR
 
 __all__ = ["Lifeline", "still_wanted"]
 

@@ -7,30 +7,24 @@ since a trainer uses the same one for every version.
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 import math
-import mmap
-import os
 import re
-import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from loraflow_server.blocks import SHM_DIR, Block, map_gpu, map_shared
 from loraflow_server.errors import PluginError
 from loraflow_server.lines import Lines
 
-__all__ = ["SHM_DIR", "Payloads", "check_source", "read_folder"]
+__all__ = ["Payloads", "check_block_name", "check_source", "read_folder"]
 
 logger = logging.getLogger("vllm.loraflow.worker")
 
-SHM_DIR = Path("/dev/shm")  # noqa: S108 - where Linux keeps shared memory
 _BLOCK_NAME = re.compile(r"loraflow-[A-Za-z0-9_.-]{1,100}")
 _KEPT, _FLAGS = 2, 8
 """Payload blocks and flags that stay mapped: the memory of a trainer that is gone is freed once others follow."""
@@ -63,7 +57,7 @@ def check_source(source: object, limit: int) -> dict[str, Any]:
         return {"kind": "broadcast", "group": source["group"], "nbytes": nbytes}
     flag = {"flag": _checked_flag(source["flag"], limit)} if "flag" in source else {}
     if source["kind"] == "shm":
-        return {"kind": "shm", "name": _block_name(source), "nbytes": nbytes} | flag
+        return {"kind": "shm", "name": check_block_name(source.get("name")), "nbytes": nbytes} | flag
     texts, counts = ("uuid", "handle", "ref_file", "event"), ("storage_bytes", "storage_offset", "ref_offset")
     for key in texts:
         if not isinstance(source.get(key), str) or len(source[key]) > 4096:
@@ -80,8 +74,8 @@ def check_source(source: object, limit: int) -> dict[str, Any]:
     )
 
 
-def _block_name(source: Mapping[str, Any]) -> str:
-    name = source.get("name")
+def check_block_name(name: object) -> str:
+    """A block's name; raises ``bad_source`` for any that trainers do not give."""
     if not isinstance(name, str) or _BLOCK_NAME.fullmatch(name) is None:
         raise PluginError("bad_source", "a block's name is loraflow-… of A-Z a-z 0-9 _ . -")
     return name
@@ -95,29 +89,7 @@ def _checked_flag(flag: object, limit: int) -> dict[str, Any]:
         raise PluginError("bad_source", "source.flag.serial is a positive number")
     if type(numbers) is not int or not 0 <= numbers <= limit // 8:
         raise PluginError("bad_source", "source.flag.numbers is a count")
-    return {"name": _block_name(flag), "serial": serial, "numbers": numbers}
-
-
-@dataclass(eq=False)
-class _Block:
-    """A mapped block; ``view`` is its bytes, ``words`` the same as int64 where it was opened for a flag."""
-
-    identity: tuple[Any, ...]
-    view: torch.Tensor
-    memory: mmap.mmap | None = None
-    pinned: bool = False
-
-    @cached_property
-    def words(self) -> memoryview:
-        assert self.memory is not None  # noqa: S101 - flags are in shared memory
-        whole = memoryview(self.memory)
-        return whole[: len(whole) // 8 * 8].cast("q")
-
-    def close(self) -> None:
-        if self.pinned:
-            _cudart().cudaHostUnregister(self.view.data_ptr())
-        # The mapping itself ends with the last tensor that looks into it.
-        self.memory = None
+    return {"name": check_block_name(flag.get("name")), "serial": serial, "numbers": numbers}
 
 
 class Payloads:
@@ -134,8 +106,8 @@ class Payloads:
     def __init__(self, device: torch.device, shm_dir: Path = SHM_DIR) -> None:
         self._device = device
         self._dir = shm_dir
-        self._blocks: dict[str, _Block] = {}
-        self._flags: dict[str, _Block] = {}
+        self._blocks: dict[str, Block] = {}
+        self._flags: dict[str, Block] = {}
         self.lines = Lines(device)
 
     def bytes_of(self, source: Mapping[str, Any]) -> torch.Tensor:
@@ -197,35 +169,21 @@ class Payloads:
         self._blocks.clear()
         self._flags.clear()
 
-    def _keep(self, kept: dict[str, _Block], key: str, block: _Block) -> _Block:
+    def _keep(self, kept: dict[str, Block], key: str, block: Block) -> Block:
         while len(kept) >= (_FLAGS if kept is self._flags else _KEPT):
             kept.pop(next(iter(kept))).close()
         kept[key] = block
         return block
 
-    def _shared(self, kept: dict[str, _Block], name: str, nbytes: int) -> _Block:
-        path = self._dir / name
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            raise PluginError("no_block", f"{path}: {error.strerror}", status=409) from error
-        try:
-            info = os.fstat(descriptor)
-            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
-                raise PluginError("no_block", f"{path} is not a block of this user", status=409)
-            if info.st_size < nbytes:
-                raise PluginError("no_block", f"{path} has {info.st_size} bytes, not {nbytes}", status=409)
-            identity = (info.st_dev, info.st_ino, info.st_size)
-            known = kept.get(name)
-            if known is not None and known.identity == identity:
-                return known
-            if known is not None:
-                kept.pop(name).close()
-            memory = mmap.mmap(descriptor, info.st_size)
-        finally:
-            os.close(descriptor)
-        view = torch.frombuffer(memory, dtype=torch.uint8)
-        return self._keep(kept, name, _Block(identity, view, memory, kept is self._blocks and self._pin(view)))
+    def _shared(self, kept: dict[str, Block], name: str, nbytes: int) -> Block:
+        known = kept.get(name)
+        block = map_shared(self._dir / name, nbytes, known)
+        if block is known:
+            return block
+        if known is not None:
+            kept.pop(name).close()
+        block.pinned = kept is self._blocks and self._pin(block.view)
+        return self._keep(kept, name, block)
 
     def _pin(self, view: torch.Tensor) -> bool:
         if self._device.type != "cuda":
@@ -236,38 +194,11 @@ class Payloads:
         return not failed
 
     def _same_gpu(self, source: Mapping[str, Any]) -> torch.Tensor:
-        if self._device.type != "cuda":
-            raise PluginError("no_block", "this worker has no GPU", status=409)
-        mine = str(torch.cuda.get_device_properties(self._device).uuid)
-        if mine != source["uuid"]:
-            raise PluginError("no_block", f"the payload is on GPU {source['uuid']}, this worker on {mine}", status=409)
         key = f"ipc:{source['handle']}:{source['storage_offset']}"
         known = self._blocks.get(key)
         if known is not None:
             return known.view
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-        try:
-            view = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
-                torch.Tensor,
-                (source["nbytes"],),
-                (1,),
-                0,
-                torch.UntypedStorage,
-                torch.uint8,
-                self._device.index or 0,
-                base64.b64decode(source["handle"]),
-                source["storage_bytes"],
-                source["storage_offset"],
-                False,  # requires_grad
-                base64.b64decode(source["ref_file"]),
-                source["ref_offset"],
-                base64.b64decode(source["event"]),
-                source["event_sync"],
-            )
-        except (RuntimeError, ValueError) as error:
-            raise PluginError("no_block", f"the GPU memory could not be opened: {error}", status=409) from error
-        return self._keep(self._blocks, key, _Block((key,), view)).view
+        return self._keep(self._blocks, key, Block((key,), map_gpu(source, self._device))).view
 
 
 def read_folder(path: str, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> torch.Tensor:

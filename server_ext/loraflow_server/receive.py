@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from loraflow_server.collective import Arrival, GlooLine, Line, NcclLine
+from loraflow_server.collective import GlooLine, Line, NcclLine, Receiving
 from loraflow_server.errors import PluginError
 from loraflow_server.lifeline import still_wanted
 from loraflow_server.served import ServedWeights
 
 __all__ = ["DTYPES", "Incoming", "line_of", "receive"]
 
-_BUFFERS = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What may travel."""
 
@@ -36,6 +35,8 @@ class Incoming:
         dtypes: Names of their dtypes.
         buckets: How many of them each bucket holds, packed without gaps.
         lifeline: See `loraflow_server.lifeline`.
+        mapped: ``{"name", "first"}`` where they lie in memory that was mapped: which (`MappedBuffers.name`), and the
+            number of the bucket before. None where they are broadcast.
     """
 
     layout_id: str
@@ -43,9 +44,10 @@ class Incoming:
     dtypes: Sequence[str]
     buckets: Sequence[int]
     lifeline: str | None = None
+    mapped: Mapping[str, Any] | None = None
 
 
-def line_of(engine: Any, device: torch.device, timeout: float, lifeline: str | None = None) -> Line:
+def line_of(engine: Any, device: torch.device, timeout: float, lifeline: str | None = None) -> Receiving:
     """The group that vLLM's weight-transfer ``engine`` has joined; ``timeout`` seconds for one bucket.
 
     Raises:
@@ -70,28 +72,18 @@ def receive(line: Line, incoming: Incoming, served: ServedWeights, model: Any) -
     count on this one, and the error is raised at the end.
 
     Raises:
-        PluginError: As `Arrival.settle`; ``moved``, or ``bad_request``: the weights are not those of the layout.
+        PluginError: As `Line.pieces`; ``moved``, or ``bad_request``: the weights are not those of the layout.
     """
     places = served.places(model)
     buckets = _buckets(incoming, served.shapes)
-    size = max(bucket.nbytes for bucket in buckets)
-    buffers = [torch.empty(size, dtype=torch.uint8, device=line.device) for _ in buckets[:_BUFFERS]]
-
-    def begin(number: int) -> Arrival:
-        return line.receive(buffers[number % len(buffers)][: buckets[number].nbytes])
-
-    arrivals = [begin(number) for number in range(len(buffers))]
     failed: Exception | None = None
-    for number, bucket in enumerate(buckets):
-        slot = number % len(buffers)
-        arrivals[slot].settle()
+    pieces = line.pieces([bucket.nbytes for bucket in buckets])
+    for piece, bucket in zip(pieces, buckets, strict=True):
         try:
             if failed is None:
-                _write(bucket, buffers[slot], places)
+                _write(bucket, piece, places)
         except Exception as error:  # noqa: BLE001 - raised below
             failed = error
-        if number + len(buffers) < len(buckets):
-            arrivals[slot] = begin(number + len(buffers))
     if failed is not None:
         raise failed
 

@@ -82,6 +82,8 @@ class LoraflowEndpoints:
         add("GET", "/base", lambda service, _: service.base())
         add("POST", "/weights/layout", lambda service, body: service.weights_layout(body), body=True)
         add("POST", "/weights/sums", lambda service, body: service.weights_sums(body), body=True)
+        add("POST", "/weights/map", lambda service, body: service.weights_map(body), body=True)
+        add("POST", "/weights/unmap", lambda service, body: service.weights_unmap(body), body=True)
         add("POST", "/weights/call_off", lambda service, _: service.weights_call_off())
         add("POST", "/pause", lambda service, _: service.pause())
         add("POST", "/hold", lambda service, body: service.hold(body), body=True)

@@ -22,6 +22,7 @@ from loraflow_server.events import log_event
 from loraflow_server.fold_desk import FoldDesk
 from loraflow_server.group_desk import GroupDesk
 from loraflow_server.lifeline import Lifeline
+from loraflow_server.mapped import check_where
 from loraflow_server.metrics import Metrics, elapsed_ms
 from loraflow_server.names import Names
 from loraflow_server.payload import check_source
@@ -82,7 +83,8 @@ class Service:
             found += ["base", "announced", *(["group"] if self.engine.api_servers == 1 else [])]
             if self.engine.plain_weights:
                 found += ["weights", "fold"] if self.engine.api_servers == 1 else ["weights"]
-                found += ["receive"] if self.engine.has_group and self.engine.has_version else []
+                if self.engine.has_version:
+                    found += ["mapped", *(["receive"] if self.engine.has_group else [])]
             if lora:
                 found += ["layout", "verify", "digest"]
                 found += ["direct", "upload", "folder"] if self.engine.api_servers == 1 else []
@@ -277,9 +279,14 @@ class Service:
     async def weights_receive(self, body: Mapping[str, Any], gone: Callable[[], Awaitable[bool]]) -> dict[str, Any]:
         """See `BaseWeights.receive`: ``{"layout_id", "names", "dtypes", "buckets", "label", "timeout"}``.
 
-        It is called off where the caller has ``gone``, or by `weights_call_off`.
+        With ``"mapped": {"name", "first"}`` the buckets lie in memory that the workers have mapped (`weights_map`). It
+        is called off where the caller has ``gone``, or by `weights_call_off`.
         """
-        self.need("receive", "the base weights are not plain, or the workers are in no broadcast group")
+        mapped = body.get("mapped") is not None
+        self.need(
+            "mapped" if mapped else "receive",
+            "the base weights are not plain" + ("" if mapped else ", or the workers are in no broadcast group"),
+        )
         incoming, label, timeout = checks.check_incoming(body, self.settings.limits)
         async with self.lock, self._lifeline.held(gone) as path:
             self.folds.need_idle()
@@ -290,6 +297,20 @@ class Service:
     async def weights_call_off(self) -> dict[str, Any]:
         """Have the workers give up on the broadcast that they wait for, and on its group."""
         return {"called_off": self._lifeline.cut()}
+
+    async def weights_map(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """See `BaseWeights.map`: ``{"source", "buffers", "stride", "flags", "workers"}``."""
+        self.need("mapped", "the workers lack loraflow's extension, or the base weights are not plain")
+        where = check_where(body, self.engine.worker_count, self.settings.limits.payload)
+        async with self.lock:
+            return await self.weights.map(where)
+
+    async def weights_unmap(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """See `BaseWeights.unmap`: ``{"name"}``, the name of the flags; without it, whatever is mapped."""
+        self.need("mapped", "the workers lack loraflow's extension, or the base weights are not plain")
+        name = None if body.get("name") is None else checks.check_text(body, "name")
+        async with self.lock:
+            return await self.weights.unmap(name)
 
     async def pause(self) -> dict[str, Any]:
         """Let no step run until `resume`; requests keep their place."""

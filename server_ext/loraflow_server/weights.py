@@ -111,8 +111,26 @@ class BaseWeights:
         )
         return _sums_answer(engines, version)
 
+    async def map(self, where: Mapping[str, Any]) -> dict[str, Any]:
+        """Have the workers map a trainer's buffers (`loraflow_server.mapped.Where`); the token that each finds there.
+
+        Raises:
+            PluginError: ``no_block`` (409): one does not reach them; none has them then.
+        """
+        try:
+            engines = await self._engine.workers("loraflow_map", dict(where))
+        except PluginError:
+            await self.unmap(str(where["flags"]))
+            raise
+        return {"heads": [[rank["head"] for rank in ranks] for ranks in engines]}
+
+    async def unmap(self, name: str | None) -> dict[str, Any]:
+        """Have the workers let go of the buffers ``name``, or of any (None)."""
+        engines = await self._engine.workers("loraflow_unmap", name)
+        return {"unmapped": any(rank["unmapped"] for ranks in engines for rank in ranks)}
+
     async def receive(self, incoming: Mapping[str, Any], label: str, timeout: float) -> dict[str, Any]:
-        """Have the workers write what a trainer broadcasts straight to where it is served; then as `sums`."""
+        """Have the workers write what a trainer sends straight to where it is served; then as `sums`."""
         await self.before_update()
         limit = timeout * (len(incoming["buckets"]) + 1)
         engines, version = await self._engine.receive(label, incoming, timeout, limit)

@@ -17,13 +17,13 @@ from loraflow_server.base import base_checksums
 from loraflow_server.direct import Installer, own_tensors
 from loraflow_server.errors import PluginError
 from loraflow_server.folder import FolderReader
-from loraflow_server.group_worker import GroupWorker
 from loraflow_server.slots import SlotLayout, learn_layout, read_slot
+from loraflow_server.weights_worker import WeightsWorker
 
 __all__ = ["LoraflowWorker"]
 
 
-class LoraflowWorker(GroupWorker):
+class LoraflowWorker(WeightsWorker):
     """Mixed into vLLM's worker: ``self.model_runner`` and ``self.device`` are the worker's."""
 
     def loraflow_manager(self) -> Any:

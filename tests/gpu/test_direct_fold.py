@@ -69,7 +69,7 @@ def redraw(model: Any, seed: int) -> None:
 @pytest.mark.parametrize("rank", [16, 8])
 def test_direct(slots: RunningServer, base: Path, monkeypatch: pytest.MonkeyPatch, way: str, rank: int) -> None:
     if way == "shm":
-        monkeypatch.setattr(blocks, "_gpu_block", lambda nbytes, device: None)
+        monkeypatch.setattr(blocks, "gpu_block", lambda nbytes, device: None)
     server = VLLMServer(slots.url)
     model = peft_model(base, r=rank, dtype=torch.bfloat16).cuda()
     with store_of(slots) as store:
@@ -93,7 +93,7 @@ def test_direct(slots: RunningServer, base: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("way", ["ipc", "shm"])
 def test_fold(plain: RunningServer, base: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     if way == "shm":
-        monkeypatch.setattr(blocks, "_gpu_block", lambda nbytes, device: None)
+        monkeypatch.setattr(blocks, "gpu_block", lambda nbytes, device: None)
     server = VLLMServer(plain.url)
     client = PluginClient(server.request)
     model = peft_model(base, r=16, dtype=torch.bfloat16).cuda()

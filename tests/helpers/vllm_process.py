@@ -51,6 +51,7 @@ def vllm_server(
     max_staleness: int = 1,
     args: tuple[str, ...] = CPU_ARGS,
     port: int | None = None,
+    weight_transfer: str | None = None,
     stock: bool = False,
     dev_mode: bool = True,
 ) -> Iterator[RunningServer]:
@@ -63,6 +64,7 @@ def vllm_server(
         max_staleness=max_staleness,
         adapter_root=str(root),
         port=port or free_port(),
+        weight_transfer=weight_transfer,
         extra=(*args, *extra),
     )
     command = serve_command(options)

@@ -23,6 +23,7 @@ from loraflow.policy import Policy
 from loraflow.server import HTTPFailure, Unreachable, VLLMServer
 from loraflow.server_info import PluginInfo, ServedModel, ServerInfo
 from loraflow.transports.broadcast import BroadcastTransport
+from loraflow.transports.groups import Group
 from loraflow.transports.link import PRISTINE, Link
 from loraflow.transports.wire import Bucket
 from tests.helpers.tiny import load_base, make_tiny_model, peft_model, randomize
@@ -110,7 +111,7 @@ class Sent:
         return True
 
 
-class Wire:
+class Wire(Group):
     """A group whose buckets are in the server's weights at once."""
 
     device = torch.device("cpu")
@@ -119,17 +120,6 @@ class Wire:
     def __init__(self, server: Serving) -> None:
         self.server = server
         self.breaks_at: int | None = None
-
-    def handshake(self) -> dict[str, Any]:
-        return {}
-
-    stamp = handshake
-
-    def join(self) -> None:
-        pass
-
-    def confirm(self, what: str, timeout: float) -> None:
-        pass
 
     def close(self) -> None:
         pass

@@ -16,7 +16,7 @@ from loraflow.transports.pipeline import buckets_of
 from loraflow.transports.wire import Bucket, fill
 from loraflow_server import core
 from loraflow_server.checks import check_incoming
-from loraflow_server.collective import Arrival, GlooLine
+from loraflow_server.collective import Arrival, GlooLine, Receiving
 from loraflow_server.engine import Engine
 from loraflow_server.errors import PluginError
 from loraflow_server.receive import Incoming, line_of, receive
@@ -30,13 +30,13 @@ CPU = torch.device("cpu")
 NAMES = ("head", "q", "norm", "o", "k")  # not the layout's order
 
 
-class Played:
+class Played(Receiving):
     """A line on which packed buckets lie ready."""
 
     device = CPU
 
     def __init__(self, pieces: Sequence[torch.Tensor], breaks_at: int | None = None) -> None:
-        self.pieces, self.breaks_at, self.taken = list(pieces), breaks_at, 0
+        self.ready, self.breaks_at, self.taken = list(pieces), breaks_at, 0
 
     def receive(self, buffer: torch.Tensor) -> Arrival:
         number, self.taken = self.taken, self.taken + 1
@@ -44,7 +44,7 @@ class Played:
         def settle() -> None:
             if number == self.breaks_at:
                 raise PluginError("broadcast_timeout", "not in time", status=504)
-            buffer.copy_(self.pieces[number])
+            buffer.copy_(self.ready[number])
 
         return SimpleNamespace(settle=settle)
 
@@ -189,6 +189,8 @@ BODY = {
 def test_announcements_of_every_wrong_form_are_refused() -> None:
     found, label, timeout = check_incoming(BODY, Limits())
     assert (found, label, timeout) == ({k: BODY[k] for k in ("layout_id", "names", "dtypes", "buckets")}, "v1", 3.0)
+    mapped = {"name": "loraflow-x", "first": 4}
+    assert check_incoming({**BODY, "mapped": {**mapped, "more": 1}}, Limits())[0]["mapped"] == mapped
     wrong = [{**BODY, key: weird} for key in BODY for weird in WEIRD]
     wrong += [{k: v for k, v in BODY.items() if k != key} for key in BODY]
     wrong += [
@@ -199,6 +201,9 @@ def test_announcements_of_every_wrong_form_are_refused() -> None:
         {**BODY, "buckets": [3]},
         {**BODY, "buckets": [True, True]},
         {**BODY, "timeout": 1e9},
+        *({**BODY, "mapped": weird} for weird in WEIRD if weird is not None),
+        *({**BODY, "mapped": {"name": "loraflow-x", "first": first}} for first in (-1, 1.0, True, "1", 1 << 62)),
+        {**BODY, "mapped": {"first": 0}},
     ]
     for body in wrong:
         text = [key for key in ("layout_id", "label") if body.get(key) != BODY[key] and _is_text(body.get(key))]
