@@ -268,8 +268,6 @@ def grpo_steps(session: Session, options: argparse.Namespace) -> Report:
     for way, kind in WAYS.items():
         if (cpu and way == "stock-merged") or (options.ways is not None and way not in options.ways):
             continue  # stock goes over NCCL
-        if way == "stock-merged":
-            session.stop_servers()  # a server of its own: nothing of ours is left on it
         try:
             checks[way] = grpo(session, way, session.server(kind), options.grpo_steps, *options.grpo_batch)
             found = checks[way]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from loraflow.bench.compare import BASE, FOLDED, SLOT, SYNCING, TWO_SLOTS, UNTOUCHED
@@ -51,6 +52,7 @@ class Serving:
     rates: list[Rate] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    _warm: set[str] = field(default_factory=set)
 
     def slots(self) -> None:
         """The LoRA-enabled server: its base, and a policy in a slot."""
@@ -104,16 +106,18 @@ class Serving:
 
     def _measure(self, url: str, arms: Sequence[Arm], streams: int) -> None:
         vocabulary = self.session.settings.preset.vocabulary
+        warm = [] if url in self._warm else [arms[0]]  # a server's first steps compile what later ones use
+        self._warm.add(url)
         windows = generation_rates(
             url,
-            arms,
+            [*warm, *arms],
             streams=streams,
             seconds=self.window,
             vocabulary=vocabulary,
             tokens=self.tokens,
             settle=self.settle,
         )
-        for found in windows:
+        for found in islice(windows, len(warm), None):
             self.rates.append(found)
             told = f"{found.tokens_per_second:,.0f} tokens/s, {found.syncs} syncs, {found.failed} failed"
             self.session.tell(f"{found.arm}, {streams} streams: {told}")
