@@ -119,6 +119,7 @@ def deliver_with(expected: Wanted, snapshot: AdapterSnapshot, delivery: Callable
     if not isinstance(expected, Forward):
         return delivery()
     began = time.perf_counter()
+    _ = snapshot.finite  # looked at before the forward has the device
     snapshot.host()  # off the device in this thread, in the order of its stream
     host_ms = (time.perf_counter() - began) * 1e3
     record, error = expected.beside(delivery)

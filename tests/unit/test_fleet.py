@@ -177,6 +177,10 @@ class Snapshot:
     flat: torch.Tensor = field(default_factory=lambda: torch.ones(3))
 
     @property
+    def finite(self) -> bool:
+        return bool(self.flat.isfinite().all())
+
+    @property
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"B": self.flat}
 
