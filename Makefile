@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 AXOLOTL_VENV := .venv-axolotl
 DEEPSPEED := .venv-deepspeed
+PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu"
 
-.PHONY: demo test unit lint format venvs venv venv-axolotl venv-deepspeed bench clean help
+.PHONY: demo test unit lint lint-then-unit format venvs venv venv-axolotl venv-deepspeed bench clean help
 
 help:
 	@echo "make demo   the main job on this machine: real vLLM, real TRL GRPO, proofs on screen"
@@ -17,12 +18,18 @@ help:
 demo: venv
 	$(BIN)/loraflow demo
 
-test: venvs
+test: venv  # pip sets up the other environments while tests run that need this one alone
+	@status=0; \
+	$(MAKE) --no-print-directory --jobs=2 --keep-going lint-then-unit venv-axolotl venv-deepspeed || status=1; \
+	$(PYTEST) tests/server tests/integration --durations=25 --durations-min=10 || status=1; \
+	exit $$status
+
+lint-then-unit:
 	@$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	@$(MAKE) --no-print-directory unit
 
 unit: venv
-	$(BIN)/python -m pytest tests/unit -m "not slow"
+	$(PYTEST) tests/unit tests/attacks
 
 lint: venv
 	$(BIN)/ruff format --check .

@@ -149,10 +149,12 @@ def parse() -> argparse.Namespace:
         help="completions, tokens of each",
     )
     parser.add_argument("--pause", type=float, default=0.4)
-    parser.add_argument("--window", type=float, default=6.0, help="seconds of a generation window")
+    parser.add_argument("--window", type=float, default=4.0, help="seconds of a generation window")
+    parser.add_argument("--settle", type=float, default=1.5, help="seconds before each, that count for nothing")
+    parser.add_argument("--sync-turns", type=int, default=10, help="windows with syncs, and as many without")
     parser.add_argument("--streams", type=lambda s: tuple(map(int, s.split(","))), default=(64, 256))
     parser.add_argument("--tokens", type=lambda s: tuple(map(int, s.split(","))), default=(128, 256))
-    parser.add_argument("--generation-rounds", type=int, default=2)
+    parser.add_argument("--generation-rounds", type=int, default=4, help="turns of base, slot, untouched, folded")
     parser.add_argument("--utilization", type=float, default=0.25)
     parser.add_argument("--kv-cache-gb", type=float, default=0.0, help="of each server; for --servers")
     parser.add_argument(

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from loraflow.bench.compare import break_evens, comparisons
 from loraflow.bench.presets import draw_policy
 from loraflow.bench.report import Report
 from loraflow.bench.scenarios import Failure, LoraflowWay, Sample
-from loraflow.bench.serving import Serving, break_evens, ratios
+from loraflow.bench.serving import Serving
 from loraflow.bench.session import Session
 from loraflow.bench.stock import StockAdapter
 from loraflow.errors import LoraflowError
@@ -112,12 +113,17 @@ def same(session: Session, _: argparse.Namespace, tensor_parallel: int = 1) -> R
 
 
 def generation(session: Session, options: argparse.Namespace) -> Report:
-    """Tokens per second of every way of serving, with a sync each second and without."""
-    serving = Serving(session, options.window, options.streams, options.tokens)
+    """Tokens per second of every way of serving, in turns; then with a sync each second and without, in turns."""
+    serving = Serving(
+        session, options.window, options.streams, options.tokens, turns=options.sync_turns, settle=options.settle
+    )
+    cpu = session.settings.device.type == "cpu"  # one server at a time there
     try:
-        for _ in range(options.generation_rounds):
-            serving.slots()
-            serving.merged()
+        for turn in range(1 if cpu else options.generation_rounds):
+            for part in (serving.slots, serving.folded)[:: 1 if turn % 2 == 0 else -1]:
+                part()
+        serving.slots_syncing()
+        serving.folded_syncing()
     except OutOfTime as error:  # what was measured counts
         serving.failures.append(Failure.of("generation", error))
     report = session.report(
@@ -125,8 +131,8 @@ def generation(session: Session, options: argparse.Namespace) -> Report:
         None,
         serving.samples,
         generation=tuple(serving.rates),
+        comparisons=comparisons(serving.rates),
         failures=tuple(serving.failures),
-        checks=ratios(serving.rates),
     )
     return replace(report, break_even=break_evens(report.summary, report.generation))
 
@@ -262,8 +268,6 @@ def grpo_steps(session: Session, options: argparse.Namespace) -> Report:
     for way, kind in WAYS.items():
         if (cpu and way == "stock-merged") or (options.ways is not None and way not in options.ways):
             continue  # stock goes over NCCL
-        if way == "stock-merged":
-            session.stop_servers()  # a server of its own: nothing of ours is left on it
         try:
             checks[way] = grpo(session, way, session.server(kind), options.grpo_steps, *options.grpo_batch)
             found = checks[way]
@@ -280,7 +284,7 @@ SECTIONS: dict[str, tuple[Callable[[Session, argparse.Namespace], Report], int]]
     "direct": (direct, 300),
     "stock": (stock, 240),
     "same": (same, 240),
-    "generation": (generation, 540),
+    "generation": (generation, 560),
     "fold": (fold, 300),
     "fold7b": (fold, 540),
     "nccl": (nccl, 300),

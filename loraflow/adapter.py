@@ -22,7 +22,7 @@ from loraflow.capture import SnapshotPlan, find_peft_model
 from loraflow.errors import AdapterError
 from loraflow.peft_config import config_features, largest_rank, live_config, scaling_of, shape_features
 from loraflow.problems import Problem
-from loraflow.safetensors_io import read_header
+from loraflow.safetensors_io import build_header, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,6 +96,20 @@ class AdapterSpec:
         """Factor on ``B·A`` of ``module`` (its name in the base model), with the patterns resolved as PEFT does."""
         return scaling_of(self.config, module)
 
+    def file_heads(self, dtype: torch.dtype) -> tuple[bytes, bytes]:
+        """What every version's files have in common, made once: the tensor file's header, and the configuration's text.
+
+        Args:
+            dtype: Of the tensors.
+        """
+        if dtype not in self._heads:
+            self._heads[dtype] = build_header(self.shapes, dtype), json.dumps(self.config, indent=2).encode()
+        return self._heads[dtype]
+
+    @cached_property
+    def _heads(self) -> dict[torch.dtype, tuple[bytes, bytes]]:
+        return {}
+
 
 @dataclass(frozen=True, eq=False)
 class AdapterSnapshot:
@@ -131,6 +145,14 @@ class AdapterSnapshot:
     def digest(self) -> str:
         """blake3 (hex) over dtype, names, shapes and bytes: equal content, equal digest. Worked out once."""
         return self._digest
+
+    @cached_property
+    def finite(self) -> bool:
+        """Whether no value is NaN or infinite: one reduction on its device, made once."""
+        if not self.flat.numel():
+            return True
+        ends = torch.stack(torch.aminmax(self.flat)).float()  # both are NaN where any value is
+        return bool(torch.isfinite(ends).all())
 
     @cached_property
     def _host(self) -> torch.Tensor:

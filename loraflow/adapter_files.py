@@ -11,7 +11,7 @@ import torch
 
 from loraflow.errors import AdapterError
 from loraflow.problems import Problem
-from loraflow.safetensors_io import build_header, read_header, unique
+from loraflow.safetensors_io import read_header, unique
 
 if TYPE_CHECKING:
     from loraflow.adapter import AdapterSnapshot
@@ -48,9 +48,8 @@ def write_adapter(snapshot: AdapterSnapshot, folder: str | Path, *, fsync: bool 
 
 def adapter_files(snapshot: AdapterSnapshot) -> dict[str, list[bytes | memoryview]]:
     """The files of ``snapshot``: name -> parts in order. The tensors are the snapshot's own host buffer, not a copy."""
-    header = build_header({name: tuple(t.shape) for name, t in snapshot.tensors.items()}, snapshot.dtype)
+    header, config = snapshot.spec.file_heads(snapshot.dtype)
     data = snapshot.host().view(torch.uint8).numpy().data
-    config = json.dumps(snapshot.spec.config, indent=2).encode()
     return {TENSOR_FILE: [header, data], CONFIG_FILE: [config]}
 
 

@@ -113,7 +113,7 @@ class Costs:
             rollout: What is generated between two syncs.
             lora_enabled: The server has LoRA slots: it generates slower then, merged weights included.
         """
-        from loraflow.bench.serving import BASE, FOLDED, SLOT
+        from loraflow.bench.compare import BASE, FOLDED, SLOT
 
         arm = SLOT if transport == "adapter" else (BASE if lora_enabled else FOLDED)
         measured = [streams for name, streams in self.rates if name == arm]

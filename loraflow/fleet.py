@@ -204,15 +204,10 @@ class Fleet:
             delivery = self._deliver(policy, version.snapshot, servers)
             record = _with_delivery(record, delivery)
             aside = self._judge(policy, {url: Verdict(o.error, _LOADED) for url, o in delivery.servers.items()})
-            if forward is not None:
-                started = time.perf_counter()
+            record, proven = self._prove(record, delivery, version, prover, aside, forward)
+            if forward is not None:  # what it failed with is no server's failing
                 version = replace(version, expected=forward.result())
-                waited = {"forward_wait": (time.perf_counter() - started) * 1e3}
-                record = replace(record, phases_ms={**record.phases_ms, **waited})
-            record, proven = self._prove(record, delivery, version, prover, aside)
             aside = {**aside, **self._judge(policy, proven)}
-            if forward is not None:
-                forward.result()  # raises where the sync was interrupted meanwhile
             self._commit(version, delivery, aside)
         except Exception as failure:  # noqa: BLE001 - told in the outcome, see `move`
             self._roll_back(
@@ -365,19 +360,28 @@ class Fleet:
         return decision.aside
 
     def _prove(
-        self, record: SyncRecord, delivery: Delivery, version: Held, prover: Prover, aside: Collection[str]
+        self,
+        record: SyncRecord,
+        delivery: Delivery,
+        version: Held,
+        prover: Prover,
+        aside: Collection[str],
+        forward: Forward | None,
     ) -> tuple[SyncRecord, dict[str, Verdict]]:
         started = time.perf_counter()
-        by_digest = self.proves_by_digest
+        by_digest, awaited = self.proves_by_digest, None if forward is None else forward.timed
 
         def ask(server: VLLMServer) -> Delivered:
             outcome = delivery.servers[server.url]
-            return replace(outcome, proof=prove(server, outcome, version, prover, by_digest=by_digest))
+            proof = prove(server, outcome, version, prover, by_digest=by_digest, awaited=awaited)
+            return replace(outcome, proof=proof)
 
         asked = [self._roster.known[url] for url in delivery.servers if url not in aside]
         outcomes = on_every_server(asked, ask, delivery.policy.name)
         proofs = {url: outcome.proof for url, outcome in outcomes.items() if outcome.proof is not None}
-        phases = {**record.phases_ms, "verify": (time.perf_counter() - started) * 1e3}
+        waited = {} if forward is None else {"forward_wait": forward.wait_ms}
+        asking = (time.perf_counter() - started) * 1e3 - sum(waited.values())
+        phases = {**record.phases_ms, "verify": asking, **waited}
         verdicts = {url: Verdict(outcome.error, outcome.proof) for url, outcome in outcomes.items()}
         return replace(record, proofs=proofs, phases_ms=phases), verdicts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from loraflow.adapter import AdapterSnapshot
@@ -32,17 +32,26 @@ class Held:
     expected: Expected | None
 
 
-def prove(server: VLLMServer, outcome: Delivered, version: Held, prover: Prover, *, by_digest: bool) -> Proof:
+def prove(
+    server: VLLMServer,
+    outcome: Delivered,
+    version: Held,
+    prover: Prover,
+    *,
+    by_digest: bool,
+    awaited: Callable[[], Expected] | None = None,
+) -> Proof:
     """The strongest proof at hand that ``server`` serves ``version``; never raises for a mismatch.
 
     What the carrier proved in its own call is not asked again; a canary comes on top where there is a forward to
-    compare with.
+    compare with: the version's, or ``awaited``, which is called once the server has answered.
     """
     proof = outcome.proof or Proof("unproven", passed=True)
     if by_digest and outcome.proof is None:
         proof = prove_digest(server, version.policy, version.snapshot)
-    if version.expected is not None and proof.passed:
-        canary = prover.check(server, outcome.model, version.expected)
+    expected = awaited or version.expected
+    if expected is not None and proof.passed:
+        canary = prover.check(server, outcome.model, expected)
         proof = replace(canary, kind="digest") if canary.passed and proof.kind == "digest" else canary
     return proof
 

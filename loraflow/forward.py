@@ -1,7 +1,7 @@
 """`Forward`: the trainer's own forward for a canary, made while the version that it is of is on its way.
 
 The forward stays in the thread that trains, where its autocast, streams and hooks are; the delivery gets another one,
-and waits for the forward where it needs it, before the first comparison.
+and waits for the forward where it needs it: for the first comparison, once the server has answered.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ class Forward:
 
     Attributes:
         ms: Milliseconds that it took; 0 before.
+        wait_ms: The longest that `timed` waited for it.
     """
 
     def __init__(self, work: Callable[[], Expected]) -> None:
         self.ms = 0.0
+        self.wait_ms = 0.0
         self._work = work
         self._made: Future[Expected] = Future()
         self._broken_off = False
@@ -67,6 +69,13 @@ class Forward:
         made = self._made.result()
         if self._broken_off:
             raise LoraflowError("the sync was interrupted")
+        return made
+
+    def timed(self) -> Expected:
+        """`result`, the wait for it noted."""
+        began = time.perf_counter()
+        made = self.result()
+        self.wait_ms = max(self.wait_ms, (time.perf_counter() - began) * 1e3)
         return made
 
     @property
@@ -110,6 +119,7 @@ def deliver_with(expected: Wanted, snapshot: AdapterSnapshot, delivery: Callable
     if not isinstance(expected, Forward):
         return delivery()
     began = time.perf_counter()
+    _ = snapshot.finite  # looked at before the forward has the device
     snapshot.host()  # off the device in this thread, in the order of its stream
     host_ms = (time.perf_counter() - began) * 1e3
     record, error = expected.beside(delivery)

@@ -15,7 +15,7 @@ model in the dtypes at hand.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -193,11 +193,16 @@ class Prover:
         self.visible = _EFFECT_MARGIN * floor
         return prints
 
-    def check(self, server: VLLMServer, model: str, expected: Expected) -> Proof:
-        """Ask ``server`` for the probe under the name ``model``, and compare; never raises for a mismatch."""
-        gap = (
-            self._head_gap(server, model, expected) if expected.head is not None else self._gap(server, model, expected)
-        )
+    def check(self, server: VLLMServer, model: str, expected: Expected | Callable[[], Expected]) -> Proof:
+        """Ask ``server`` for the probe under the name ``model``, and compare; never raises for a mismatch.
+
+        Args:
+            server: Where.
+            model: What to ask for.
+            expected: The trainer's forward, or what waits for it: called once the server has answered.
+        """
+        compare = self._head_gap(server, model) if self.head_adapted else self._gap(server, model)
+        gap = compare(expected() if callable(expected) else expected)
         mean, largest = float(gap.mean()), float(gap.max())
         passed = mean <= self.atol  # False for NaN
         detail = "" if passed else f"mean |Δlogp| {mean:.3g} on the probe is above {self.atol:.3g}"
@@ -226,19 +231,21 @@ class Prover:
 
     # ---------------------------------------------------------------- inside
 
-    def _gap(self, server: VLLMServer, model: str, expected: Expected) -> torch.Tensor:
+    def _gap(self, server: VLLMServer, model: str) -> Callable[[Expected], torch.Tensor]:
         served = torch.tensor(server.prompt_logprobs(self.tokens, model=model, cache_salt=_salt()))
-        return (served - expected.logprobs).abs()
+        return lambda expected: (served - expected.logprobs).abs()
 
-    def _head_gap(self, server: VLLMServer, model: str, expected: Expected) -> torch.Tensor:
-        assert expected.head is not None  # noqa: S101 - the caller looked
-        count = expected.head.shape[0]
+    def _head_gap(self, server: VLLMServer, model: str) -> Callable[[Expected], torch.Tensor]:
+        count = min(_HEAD_POSITIONS, len(self.tokens) - 1)
         prompts = [self.tokens[: len(self.tokens) - count + i] for i in range(count)]
         answers = server.generate(prompts, model=model, max_tokens=1, temperature=1.0, seed=0, cache_salt=_salt())
-        gaps = [
-            abs(answer.logprobs[0] - float(expected.head[answer.prompt, answer.token_ids[0]])) for answer in answers
-        ]
-        return torch.tensor(gaps)
+
+        def gap(expected: Expected) -> torch.Tensor:
+            table = expected.head
+            assert table is not None  # noqa: S101 - `expect` makes it for such an adapter
+            return torch.tensor([abs(a.logprobs[0] - float(table[a.prompt, a.token_ids[0]])) for a in answers])
+
+        return gap
 
     def _base_atol(self, server: VLLMServer) -> float:
         if self.config.base_atol is not None:

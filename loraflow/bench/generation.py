@@ -1,21 +1,19 @@
-"""Tokens per second of N streams, with and without syncs, and the rollout length from which merging pays."""
+"""Tokens per second of N streams, with and without syncs."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from loraflow.bench.streams import Asked, Streams
 from loraflow.errors import LoraflowError
 from loraflow.server import VLLMServer
 
-__all__ = ["BreakEven", "Rate", "break_even", "generation_rate", "generation_tokens"]
+__all__ = ["Arm", "Rate", "generation_rates", "generation_tokens"]
 
 _COUNTER = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})?\s+([0-9.eE+]+)\s*$", re.MULTILINE)
-Target = Callable[[], Asked]
-"""What requests ask for now."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,7 @@ class Rate:
         seconds: Length of the window.
         syncs: Syncs inside of it.
         failed: Requests that failed.
+        began: When the window began, in seconds since 1970.
     """
 
     arm: str
@@ -37,6 +36,7 @@ class Rate:
     seconds: float
     syncs: int = 0
     failed: int = 0
+    began: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -52,102 +52,76 @@ def generation_tokens(metrics: str) -> int:
     return int(sum(float(value) for value in found))
 
 
-def generation_rate(
+@dataclass(frozen=True)
+class Arm:
+    """What is measured beside others.
+
+    Attributes:
+        name: As `Rate.arm`.
+        target: What requests ask for; asked at the start, and after each sync.
+        sync: Called once a second, by the thread that measures; None without syncs.
+    """
+
+    name: str
+    target: Callable[[], Asked]
+    sync: Callable[[], object] | None = None
+
+
+def generation_rates(
     url: str,
-    arm: str,
-    target: Target,
+    arms: Iterable[Arm],
     *,
     streams: int,
     seconds: float,
     vocabulary: int,
     tokens: tuple[int, int] = (128, 256),
-    warm: float = 2.0,
-    every: float | None = None,
-    sync: Callable[[], object] | None = None,
-) -> Rate:
-    """Keep ``streams`` requests under way, and count what the server generates in a window.
+    settle: float = 2.0,
+) -> Iterator[Rate]:
+    """Keep ``streams`` requests under way, and count what the server generates, for one arm after another.
+
+    The requests never stop in between, so that neighbours in time differ in their arm alone.
 
     Args:
         url: The server.
-        arm: Name for the result.
-        target: Asked at the start, and after each sync.
+        arms: One window each, in this order.
         streams: Requests under way.
-        seconds: Length of the window, after ``warm`` seconds.
+        seconds: Length of a window.
         vocabulary: Prompts are random ids below it, so that no prefix is cached.
         tokens: Each request asks for a number of tokens in this range, so that the streams do not beat in time.
-        warm: Seconds before the window.
-        every: Seconds between calls of ``sync`` in the window.
-        sync: What to do then, in this thread.
+        settle: Seconds of each arm before its window, that count for nothing: requests of the arm before end in it.
+
+    Yields:
+        Each window, once it has ended.
     """
-    load = Streams.to(url, target(), streams=streams, vocabulary=vocabulary, tokens=tokens)
+    load = Streams.to(url, streams=streams, vocabulary=vocabulary, tokens=tokens)
     with VLLMServer(url) as watcher, load as requests:
-        time.sleep(warm)
-        count = 0
-        before, began = _count(watcher), time.perf_counter()
-        while (left := began + seconds - time.perf_counter()) > 0:
-            if sync is None or every is None:
-                time.sleep(left)
-                continue
-            time.sleep(min(left, max(0.0, began + (count + 1) * every - time.perf_counter())))
-            if began + seconds > time.perf_counter():
-                sync()
-                count += 1
-                requests.ask(target())
-        after, ended = _count(watcher), time.perf_counter()
-    return Rate(arm, streams, after - before, ended - began, count, requests.failed)
+        for arm in arms:
+            requests.ask(arm.target())
+            _pass(settle, arm, requests)
+            requests.ask(arm.target())  # what failed before does not count
+            before, began, clock = _count(watcher), time.perf_counter(), time.time()
+            syncs, failed = _pass(seconds, arm, requests)
+            after, ended = _count(watcher), time.perf_counter()
+            failed += requests.ask(arm.target())
+            yield Rate(arm.name, streams, after - before, ended - began, syncs, failed, clock)
+
+
+def _pass(seconds: float, arm: Arm, requests: Streams) -> tuple[int, int]:
+    """Let so many seconds go by, with the arm's syncs; how many there were, and requests that failed meanwhile."""
+    began, failed = time.perf_counter(), 0
+    syncs = int(seconds) if arm.sync is not None else 0
+    for number in range(syncs):
+        _sleep_until(began + number + 0.5)
+        assert arm.sync is not None  # noqa: S101 - there are none without
+        arm.sync()
+        failed += requests.ask(arm.target())
+    _sleep_until(began + seconds)
+    return syncs, failed
+
+
+def _sleep_until(when: float) -> None:
+    time.sleep(max(0.0, when - time.perf_counter()))
 
 
 def _count(server: VLLMServer) -> int:
     return generation_tokens(str(server.request("GET", "/metrics", retry=True)))
-
-
-@dataclass(frozen=True)
-class BreakEven:
-    """Which way is better for rollouts of which length.
-
-    Attributes:
-        streams: Sequences generated per sync, at once.
-        tokens: Tokens per sequence at which both take the same time in all; 0 where the merged way is never slower,
-            None where the adapter way never is.
-        sentence: The same, in words.
-    """
-
-    streams: int
-    tokens: float | None
-    sentence: str
-
-
-def break_even(
-    *,
-    adapter_ms: float,
-    merged_ms: float,
-    adapter_rate: float,
-    merged_rate: float,
-    streams: int,
-    adapter: str,
-    merged: str,
-) -> BreakEven:
-    """Where ``sync + streams · length / rate`` of both ways are equal.
-
-    Args:
-        adapter_ms: One sync of the adapter way.
-        merged_ms: One sync of the merged way.
-        adapter_rate: Tokens per second over all streams, served from a slot.
-        merged_rate: The same, served merged.
-        streams: Sequences per sync.
-        adapter: Name of the adapter way.
-        merged: Name of the merged way.
-    """
-    saved_per_token = streams * (1 / adapter_rate - 1 / merged_rate) * 1e3
-    dearer = merged_ms - adapter_ms
-    if dearer <= 0 and saved_per_token >= 0:
-        tokens: float | None = 0.0
-        sentence = f"{merged} is better at any length: its sync is no slower, nor its generation"
-    elif dearer > 0 and saved_per_token <= 0:
-        tokens = None
-        sentence = f"{adapter} is better at any length: its sync is faster, and its generation no slower"
-    else:
-        tokens = dearer / saved_per_token
-        better_long, better_short = (merged, adapter) if saved_per_token > 0 else (adapter, merged)
-        sentence = f"{better_long} is better from {tokens:.1f} tokens per rollout on, {better_short} below"
-    return BreakEven(streams, tokens, sentence)

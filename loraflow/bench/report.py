@@ -17,7 +17,8 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from loraflow.adapter import AdapterSpec
-from loraflow.bench.generation import BreakEven, Rate
+from loraflow.bench.compare import BreakEven, Comparison
+from loraflow.bench.generation import Rate
 from loraflow.bench.links import Floor, Links, floor_of
 from loraflow.bench.presets import Preset
 from loraflow.bench.scenarios import Failure, Sample
@@ -168,6 +169,7 @@ class Report:
         samples: Every sync.
         summary: By way.
         generation: Every window.
+        comparisons: From the windows.
         break_even: From the summary and the windows.
         checks: What was compared beside the times, e.g. tokens against the stock load.
         skipped: What was not run, and why.
@@ -183,6 +185,7 @@ class Report:
     samples: tuple[Sample, ...] = ()
     summary: tuple[Summary, ...] = ()
     generation: tuple[Rate, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
     break_even: tuple[BreakEven, ...] = ()
     checks: Mapping[str, Any] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
@@ -288,6 +291,8 @@ def show(output: Output, report: Report) -> None:
             for rate in report.generation
         ]
         output.table("generation", ("served", "streams", "tokens/s", "syncs", "failed"), rows)
+    for comparison in report.comparisons:
+        output.say(f"{comparison.streams} streams, ({comparison.above}) / ({comparison.below}): {comparison}")
     for item in report.break_even:
         output.say(f"{item.streams} streams: {item.sentence}")
     for what, why in report.skipped.items():

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from loraflow.bench.compare import break_evens, comparisons
 from loraflow.bench.presets import PRESETS, Preset, preset_of, preset_of_folders
 from loraflow.bench.report import Report, show
 from loraflow.bench.scale import Axis, parse_scale, run_scale
-from loraflow.bench.serving import Serving, break_evens, ratios
+from loraflow.bench.serving import Serving
 from loraflow.bench.session import Session, Settings
 from loraflow.errors import ConfigError, LoraflowError
 from loraflow.launch import require_vllm
@@ -208,13 +209,15 @@ def _with_generation(session: Session, report: Report, kind: str, ways: Sequence
     )
     if kind == "lora" and "direct" in ways:
         serving.slots()
+        serving.slots_syncing()
     elif kind == "plain" and "fold" in ways:
-        serving.merged()
+        serving.folded()
+        serving.folded_syncing()
     return replace(
         report,
         generation=tuple(serving.rates),
         failures=(*report.failures, *serving.failures),
-        checks=ratios(serving.rates),
+        comparisons=comparisons(serving.rates),
     )
 
 

@@ -1,45 +1,43 @@
-"""The effect on generation: tokens per second of each way of serving, without syncs and with one each second."""
+"""The effect on generation: tokens per second of each way of serving, without syncs and with one each second.
+
+A host's own speed may drift by more than what is looked for, so what is compared is measured in turns.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import islice
 from typing import Any
 
-from loraflow.bench.generation import BreakEven, Rate, break_even, generation_rate
+from loraflow.bench.compare import BASE, FOLDED, SLOT, SYNCING, TWO_SLOTS, UNTOUCHED
+from loraflow.bench.generation import Arm, Rate, generation_rates
 from loraflow.bench.presets import draw_policy
-from loraflow.bench.report import Summary
 from loraflow.bench.scenarios import Failure, LoraflowWay, Sample
 from loraflow.bench.session import Session
 from loraflow.bench.streams import Asked
 from loraflow.errors import LoraflowError
 from loraflow.server import VLLMServer
 
-__all__ = ["BASE", "FOLDED", "SLOT", "TWO_SLOTS", "UNTOUCHED", "Serving", "break_evens", "mean_rate", "ratios"]
-
-BASE, SLOT, TWO_SLOTS = "base, LoRA server", "slot", "two versions at once, no syncs"
-UNTOUCHED, FOLDED = "untouched, plain server", "folded"
-SYNCING, DRAWING = "a sync each second", "the policy drawn anew each second"
+__all__ = ["Serving"]
 
 
 @dataclass
 class Serving:
     """Measures on the servers of a session, and keeps what it saw.
 
-    What a sync each second costs is measured in its parts too, once:
-
-    - two versions at once: requests that run while a sync happens end on the version that they began with, so that
-      batches hold two for a while; here half of the requests are on each of two, without a sync;
-    - the policy drawn anew each second: the trainer's own work beside the server;
-    - the base, with a sync each second: the calls alone, of which no request takes notice.
+    Requests that run while a sync happens end on the version that they began with, so that batches hold two versions
+    for a while. What that alone costs is measured too: half of the requests on each of two versions, without a sync.
 
     Attributes:
         session: The run.
-        window: Seconds per measurement.
+        window: Seconds of a window.
         streams: Numbers of requests under way to try; the first is measured with syncs too.
         tokens: Range of tokens per request.
+        turns: How often each arm of a comparison with syncs gets its turn.
+        settle: Seconds before each window.
         rates: Every window.
         samples: Every sync: alone on the server, and while it generates.
         failures: What failed.
@@ -49,58 +47,80 @@ class Serving:
     window: float
     streams: tuple[int, ...]
     tokens: tuple[int, int]
+    turns: int = 2
+    settle: float = 2.0
     rates: list[Rate] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    _warm: set[str] = field(default_factory=set)
 
     def slots(self) -> None:
         """The LoRA-enabled server: its base, and a policy in a slot."""
-        self._guarded("generation from slots", lambda: self._measure("lora", "direct", BASE, SLOT))
+        self._guarded("generation from slots", lambda: self._before_and_after("lora", "direct", BASE, SLOT))
 
-    def merged(self) -> None:
+    def folded(self) -> None:
         """The plain server: before a fold, and with one."""
-        self._guarded("generation from folded weights", lambda: self._measure("plain", "fold", UNTOUCHED, FOLDED))
+        what = "generation from folded weights"
+        self._guarded(what, lambda: self._before_and_after("plain", "fold", UNTOUCHED, FOLDED))
 
-    def _measure(self, kind: str, carrier: str, before: str, after: str) -> None:
+    def slots_syncing(self) -> None:
+        """A policy in a slot, without syncs and with one each second, in turns."""
+        self._guarded("generation from slots with syncs", lambda: self._with_syncs("lora", "direct", SLOT))
+
+    def folded_syncing(self) -> None:
+        """Folded weights, without syncs and with one each second, in turns."""
+        self._guarded("generation from folded weights with syncs", lambda: self._with_syncs("plain", "fold", FOLDED))
+
+    # ---------------------------------------------------------------- parts
+
+    def _before_and_after(self, kind: str, carrier: str, before: str, after: str) -> None:
         url = self.session.server(kind)
         base = VLLMServer(url).info.model
+        for streams in self.streams:
+            self._measure(url, [Arm(before, lambda: [(base, {})])], streams)
+        with self._opened(carrier, url) as way:
+            for streams in self.streams:
+                self._measure(url, [Arm(after, _policy_of(way))], streams)
+
+    def _with_syncs(self, kind: str, carrier: str, served: str) -> None:
+        url = self.session.server(kind)
+        with self._opened(carrier, url) as way:
+            self._idle(way)
+            target = _policy_of(way)
+            arms = [Arm(served, target), Arm(f"{served}, {SYNCING}", target, self._syncs(way))]
+            if carrier == "direct":
+                arms.append(Arm(TWO_SLOTS, lambda: [(r.policy, dict[str, Any]()) for r in way.started.records[-2:]]))
+            turns = [arm for turn in range(self.turns) for arm in (arms if turn % 2 == 0 else arms[::-1])]
+            self._measure(url, turns, self.streams[0])
+
+    @contextmanager
+    def _opened(self, carrier: str, url: str) -> Iterator[LoraflowWay]:
         way = self.session.way(carrier, url)
         if not isinstance(way, LoraflowWay):
             raise LoraflowError(f"{carrier} is not a way of loraflow's")
-        for streams in self.streams:
-            self._rate(url, before, lambda: [(base, {})], streams)
         way.open()
         try:
-            manager = way.started
-            self._idle(way)
-
-            def target() -> Asked:
-                salt = {"cache_salt": str(manager.policy)} if carrier == "fold" else {}
-                return [(manager.policy_name, salt)]
-
-            for streams in self.streams:
-                self._rate(url, after, target, streams)
-            syncs = self._syncs(way)
-            if carrier == "direct" and not any(rate.arm == TWO_SLOTS for rate in self.rates):
-                versions = [(record.policy, dict[str, Any]()) for record in manager.records[-2:]]
-                self._rate(url, TWO_SLOTS, lambda: versions, self.streams[0])
-                draws = partial(draw_policy, self.session.model, 1)
-                self._rate(url, f"{after}, {DRAWING}", target, self.streams[0], every=1.0, sync=draws)
-                self._rate(url, f"{before}, {SYNCING}", lambda: [(base, {})], self.streams[0], every=1.0, sync=syncs)
-            for _ in range(2):  # with, without, with, without: the machine's own drift is in both
-                self._rate(url, f"{after}, {SYNCING}", target, self.streams[0], every=1.0, sync=syncs)
-                self._rate(url, after, target, self.streams[0])
+            yield way
         finally:
             way.close()
 
-    def _rate(self, url: str, arm: str, target: Callable[[], Any], streams: int, **more: Any) -> None:
+    def _measure(self, url: str, arms: Sequence[Arm], streams: int) -> None:
         vocabulary = self.session.settings.preset.vocabulary
-        found = generation_rate(
-            url, arm, target, streams=streams, seconds=self.window, vocabulary=vocabulary, tokens=self.tokens, **more
+        warm = [] if url in self._warm else [arms[0]]  # a server's first steps compile what later ones use
+        self._warm.add(url)
+        windows = generation_rates(
+            url,
+            [*warm, *arms],
+            streams=streams,
+            seconds=self.window,
+            vocabulary=vocabulary,
+            tokens=self.tokens,
+            settle=self.settle,
         )
-        self.rates.append(found)
-        told = f"{found.tokens_per_second:,.0f} tokens/s, {found.syncs} syncs, {found.failed} failed"
-        self.session.tell(f"{arm}, {streams} streams: {told}")
+        for found in islice(windows, len(warm), None):
+            self.rates.append(found)
+            told = f"{found.tokens_per_second:,.0f} tokens/s, {found.syncs} syncs, {found.failed} failed"
+            self.session.tell(f"{found.arm}, {streams} streams: {told}")
 
     def _idle(self, way: LoraflowWay) -> None:
         for step in range(1, self.session.settings.block + 2):
@@ -121,54 +141,17 @@ class Serving:
     def _guarded(self, what: str, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - told in the report; the other server's part goes on
+        except Exception as error:  # noqa: BLE001 - told in the report; the other parts go on
             self.failures.append(Failure.of(what, error, self.session.log_tails()))
             self.session.tell(f"{what}: FAILED {self.failures[-1].error[:300]}")
 
 
-def mean_rate(rates: Sequence[Rate], arm: str, streams: int) -> float | None:
-    """Mean tokens per second of an arm over its windows; None where it was not measured."""
-    found = [rate.tokens_per_second for rate in rates if rate.arm == arm and rate.streams == streams]
-    return sum(found) / len(found) if found else None
+def _policy_of(way: LoraflowWay) -> Callable[[], Asked]:
+    """What requests for the newest policy ask for."""
+    manager = way.started
 
+    def target() -> Asked:
+        salt = {"cache_salt": str(manager.policy)} if way.carrier == "fold" else {}
+        return [(manager.policy_name, salt)]
 
-def ratios(rates: Sequence[Rate]) -> dict[str, float]:
-    """What the report compares: with syncs against without, folded against slot, and each against what came before."""
-    pairs = (
-        (f"{SLOT}, {SYNCING}", SLOT),
-        (TWO_SLOTS, SLOT),
-        (f"{SLOT}, {DRAWING}", SLOT),
-        (f"{BASE}, {SYNCING}", BASE),
-        (f"{FOLDED}, {SYNCING}", FOLDED),
-        (FOLDED, SLOT),
-        (FOLDED, UNTOUCHED),
-        (SLOT, BASE),
-    )
-    found = {}
-    for streams in sorted({rate.streams for rate in rates}):
-        for above, below in pairs:
-            one, other = mean_rate(rates, above, streams), mean_rate(rates, below, streams)
-            if one and other:
-                found[f"{streams} streams: ({above}) / ({below})"] = one / other
-    return found
-
-
-def break_evens(summary: Sequence[Summary], rates: Sequence[Rate]) -> tuple[BreakEven, ...]:
-    """From which rollout length on fold is better than direct, for every number of streams that was measured."""
-    p50 = {item.way: item.p50_ms for item in summary}
-    found = []
-    for streams in sorted({rate.streams for rate in rates}):
-        slot, folded = mean_rate(rates, SLOT, streams), mean_rate(rates, FOLDED, streams)
-        if slot and folded and {"direct", "fold"} <= p50.keys():
-            found.append(
-                break_even(
-                    adapter_ms=p50["direct"],
-                    merged_ms=p50["fold"],
-                    adapter_rate=slot,
-                    merged_rate=folded,
-                    streams=streams,
-                    adapter="direct",
-                    merged="fold",
-                )
-            )
-    return tuple(found)
+    return target

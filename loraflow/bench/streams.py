@@ -3,8 +3,7 @@
     python -m loraflow.bench.streams '{"url": …, "streams": 64, "vocabulary": 1000, "tokens": [128, 256]}'
 
 Each line of the standard input is a JSON list of what requests ask for from then on, in turn: ``[model, more]``, with
-``more`` fields of the body. At its end the requests under way are finished, and the number of those that failed is
-printed.
+``more`` fields of the body. It is answered with the number of requests that failed since the line before.
 """
 
 from __future__ import annotations
@@ -33,24 +32,18 @@ _LONGEST = 120.0
 
 
 class Streams:
-    """A process that keeps requests under way.
-
-    Attributes:
-        failed: Requests that failed; known once it has ended.
-    """
+    """A process that keeps requests under way."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
-        self.failed = 0
 
     @classmethod
     @contextmanager
-    def to(cls, url: str, asked: Asked, *, streams: int, vocabulary: int, tokens: tuple[int, int]) -> Iterator[Streams]:
-        """Keep ``streams`` requests under way inside.
+    def to(cls, url: str, *, streams: int, vocabulary: int, tokens: tuple[int, int]) -> Iterator[Streams]:
+        """Keep ``streams`` requests under way inside, from the first `ask` on; at the end they are broken off.
 
         Args:
             url: The server.
-            asked: What they ask for, until `ask`.
             streams: Requests at once.
             vocabulary: Prompts are random ids below it, so that no prefix is cached.
             tokens: Each request asks for a number of tokens in this range, so that the streams do not beat in time.
@@ -58,20 +51,28 @@ class Streams:
         given = json.dumps({"url": url, "streams": streams, "vocabulary": vocabulary, "tokens": list(tokens)})
         command = [sys.executable, "-m", "loraflow.bench.streams", given]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            found = cls(process)
             try:
-                found.ask(asked)
-                yield found
-                told, _ = process.communicate(timeout=_LONGEST)
-                found.failed = int(told)
+                yield cls(process)
             finally:
                 process.kill()
 
-    def ask(self, asked: Asked) -> None:
-        """What requests ask for from now on."""
-        assert self._process.stdin is not None  # noqa: S101 - made with one
-        self._process.stdin.write(json.dumps([[model, dict(more)] for model, more in asked]) + "\n")
-        self._process.stdin.flush()
+    def ask(self, asked: Asked) -> int:
+        """What requests ask for from now on; how many failed since this was called last.
+
+        Raises:
+            LoraflowError: The process has ended.
+        """
+        given, told = self._process.stdin, self._process.stdout
+        assert given is not None  # noqa: S101 - made with both
+        assert told is not None  # noqa: S101
+        try:
+            given.write(json.dumps([[model, dict(more)] for model, more in asked]) + "\n")
+            given.flush()
+            return int(told.readline())
+        except (OSError, ValueError) as error:
+            raise LoraflowError(
+                "the process that sends requests has ended", hint="its error is printed above"
+            ) from error
 
 
 class _Load:
@@ -81,25 +82,24 @@ class _Load:
         self._url, self._vocabulary, self._tokens = url, vocabulary, tokens
         self._asked: list[tuple[str, dict[str, Any]]] = []
         self._turn = count()
-        self._stop = threading.Event()
         self._failed = [0] * streams
         self._threads = [threading.Thread(target=self._stream, args=(n,), daemon=True) for n in range(streams)]
 
-    def run(self, lines: Iterator[str]) -> int:
+    def run(self, lines: Iterator[str]) -> None:
+        told = 0
         for line in lines:
             first = not self._asked
             self._asked = [(str(model), dict(more)) for model, more in json.loads(line)]
             for thread in self._threads if first else ():
                 thread.start()
-        self._stop.set()
-        for thread in self._threads if self._asked else ():
-            thread.join(_LONGEST)
-        return sum(self._failed)
+            failed = sum(self._failed)
+            print(failed - told, flush=True)
+            told = failed
 
     def _stream(self, number: int) -> None:
         draw = random.Random(number)  # noqa: S311 - no secret
         server = VLLMServer(self._url)  # a connection of its own
-        while not self._stop.is_set():
+        while True:
             asked = self._asked
             model, more = asked[next(self._turn) % len(asked)]
             body = {
@@ -115,14 +115,13 @@ class _Load:
             except LoraflowError:
                 self._failed[number] += 1
                 time.sleep(0.1)
-        server.close()
 
 
 def main() -> None:
     """See the module."""
     given = json.loads(sys.argv[1])
     low, high = given["tokens"]
-    print(_Load(given["url"], given["streams"], given["vocabulary"], (low, high)).run(iter(sys.stdin.readline, "")))
+    _Load(given["url"], given["streams"], given["vocabulary"], (low, high)).run(iter(sys.stdin.readline, ""))
 
 
 if __name__ == "__main__":

@@ -44,9 +44,13 @@ class Task(Generic[T]):
         """Whether it has raised."""
         return self.done() and self._error is not None
 
+    def wait(self, timeout: float) -> bool:
+        """Wait until it has returned or raised, ``timeout`` seconds at most; whether it has."""
+        return self._finished.wait(max(0.0, timeout))
+
     def result(self, timeout: float) -> T:
         """What it returned; raises what it raised, or `TimeoutError` after ``timeout`` seconds."""
-        if not self._finished.wait(max(0.0, timeout)):
+        if not self.wait(timeout):
             raise TimeoutError
         if self._error is not None:
             raise self._error

@@ -1,10 +1,10 @@
 """The direct carrier: from the trainer's GPU through shared memory (or CUDA IPC) straight into LoRA slots.
 
 One copy gathers the adapter, one casts and scales it as served, one brings it to a block that the servers on this host
-have mapped, and one call has every worker fill a slot of a new name and checksum what lies there. The call leaves
-before the payload is gathered: the workers see in shared memory when it is there. To a server on another host the same
-bytes travel in the call, or in a broadcast beside it (`loraflow.transports.ways`). The published file follows behind
-it, for eviction and restarts; the next version waits until it is there.
+have mapped, and one call has every worker fill a slot of a new name and checksum what lies there. To a server on
+another host the same bytes travel in the call, or in a broadcast beside it (`loraflow.transports.ways`). But for the
+former, the call leaves before the payload is gathered, and the workers are told when it is there. The published file
+follows behind it, for eviction and restarts; the next version waits until it is there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from loraflow.transports.base import Delivered, Delivery
 from loraflow.transports.filesystem import FilesystemTransport
 from loraflow.transports.group_way import GroupOptions
 from loraflow.transports.install import Installation
-from loraflow.transports.ready_flag import ReadyFlag, settle_device, waits_for_payloads
 from loraflow.transports.ways import DirectWay, Ways
 
 __all__ = ["DirectTransport"]
@@ -78,7 +77,6 @@ class DirectTransport:
         self._device = torch.device(device)
         self._timeout = publish_timeout
         self._ways = Ways(store, self._files, self._device, far=far, way=way, groups=groups)
-        self._flag: ReadyFlag | None = None
         self._called: Installation | None = None  # whose payload is still to come
         self._check: Callable[[AdapterSnapshot], None] = lambda _: None  # of that
         self._copy: ServingCopy | None = None
@@ -102,29 +100,25 @@ class DirectTransport:
                 hint="start them with one dtype, or use carrier='filesystem'",
             )
         self._ways.open(servers, copy.nbytes)
-        if self._ways.block is not None:
-            self._flag = ReadyFlag()
         for server, digest in zip(servers, digests, strict=True):
             self._ways.reach(server, digest)
 
     def announce(self, policy: Policy, servers: Sequence[VLLMServer], check: Callable[[AdapterSnapshot], None]) -> bool:
         """Call the servers, whose workers wait for the payload. See `Transport.announce`.
 
-        Nothing is done where the payload travels in the call or beside it, where a server is one of before these calls,
-        or where the last version is not in the store yet.
+        Nothing is done where the payload travels in a call, where a server is one of before these calls, or where the
+        last version is not in the store yet.
         """
         self._called_for(None)
-        flag, block = self._flag, self._ways.block
-        waits = self._ways.all_shared and all(map(waits_for_payloads, servers))
         published = self._publishing is None or self._publishing[0].done()
-        if flag is None or block is None or not waits or not published:
+        if not published or not self._ways.may_announce(servers):
             return False
         self.wait_published()
         self._store.announce(policy)
-        settle_device(self._device)
+        self._ways.announce()
         called, self._check = self._installation(policy), check
         self._called = called
-        called.send(servers, flag.announced(block.source()))
+        called.send(servers, self._ways.begin)
         return True
 
     def deliver(self, policy: Policy, snapshot: AdapterSnapshot, servers: Sequence[VLLMServer]) -> Delivery:
@@ -142,8 +136,7 @@ class DirectTransport:
         copy.fill(snapshot)
         payload = self._ways.put(copy.flat.view(torch.uint8), servers)
         copied = time.perf_counter()
-        if installation is not None and self._flag is not None:
-            self._flag.payload_is_there()
+        if installation is not None:
             self._check(snapshot)  # while the servers work
         installation, self._called = installation or self._installation(policy), None
         outcomes = installation.on(servers, snapshot, payload, began=copied)
@@ -205,9 +198,6 @@ class DirectTransport:
         finally:
             self._publisher.shutdown(wait=False)
             self._ways.close()
-            if self._flag is not None:
-                self._flag.close()
-                self._flag = None
             self._files.close(servers)
 
     # ---------------------------------------------------------------- inside
@@ -219,8 +209,8 @@ class DirectTransport:
     def _called_for(self, policy: Policy | None) -> Installation | None:
         """What was announced, where it is ``policy``; another version, whose payload will not come, is called off."""
         called = self._called
-        if called is not None and called.policy != policy and self._flag is not None:
-            self._flag.call_off()
+        if called is not None and called.policy != policy:
+            self._ways.call_off()
             self._called = None
             called.call_off()
         return self._called

@@ -1,8 +1,10 @@
 """`GroupWay`: payloads to one server over a broadcast group of loraflow's own, the trainer as rank 0.
 
-The worker, and the engine with it, waits in its receive: so the payload is there before the server is called. Then the
-call leaves, the broadcast begins beside it, and the answer ends both. Whatever fails ends the group on both sides,
-since what is left of an abandoned broadcast must not be taken for the next one; the next payload joins anew.
+The worker, and the engine with it, waits in its receive: nobody enters that before the payload is there. Either the
+server is called then, and the broadcast begins beside the call; or it was called before (`GroupWay.announce`), and its
+workers, which wait for a word in the group's store (`loraflow_server.group_flag`), are told. The answer ends both.
+Whatever fails ends the group on both sides, since what is left of an abandoned broadcast must not be taken for the
+next one; the next payload joins anew. Only what was announced and never sent leaves the group as it was.
 """
 
 from __future__ import annotations
@@ -15,16 +17,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import requests
 import torch
 from torch import Tensor
 
 from loraflow.errors import ConfigError, LoadError, LoraflowError, SyncTimeout
+from loraflow.http_errors import HTTPFailure
 from loraflow.launch import free_port
 from loraflow.plugin_client import PluginClient
 from loraflow.server import VLLMServer
 from loraflow.transports.background import Task, wait_until
-from loraflow.transports.groups import GlooGroup, Group, NcclGroup, Pending, address_towards, require_own
+from loraflow.transports.groups import GlooGroup, NcclGroup, Pending, address_towards, require_own
 from loraflow.transports.wire import Bucket
+from loraflow_server import group_flag
 
 __all__ = ["Call", "GroupOptions", "GroupWay", "backend_for"]
 
@@ -34,6 +39,8 @@ _log = logging.getLogger(__name__)
 _JOIN_SECONDS, _GRACE, _GOODBYE = 30.0, 5.0, 5.0
 _LONGEST = 240.0  # that a server lets its engine wait
 _LAST_PORT = 65535
+_LAUNCH = 0.01
+"""Seconds that a broadcast has to get going before this thread goes on: the two share the interpreter."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class GroupWay:
     Attributes:
         backend: ``nccl``, which sends from the trainer's GPU, or ``gloo``, which sends from host memory.
         joined: Whether the next payload finds the group complete, as far as is known here.
+        awaited: Whether the server was called for a payload that is still to come (`announce`).
     """
 
     def __init__(
@@ -91,9 +99,12 @@ class GroupWay:
         self._options = options
         self._timeout = min(options.timeout, _LONGEST)
         self._place = place
-        self._group: Group | None = None
+        self._group: GlooGroup | NcclGroup | None = None
         self._name = ""  # the server's, of the group
         self._under_way = False  # a payload whose answer was not taken: an interrupt came in between
+        self._sending: Task[Pending] | None = None  # that payload
+        self._serial = 0  # of what was announced last in this group
+        self.awaited = False
 
     @property
     def joined(self) -> bool:
@@ -132,7 +143,7 @@ class GroupWay:
         except BaseException:
             group.close()
             raise
-        self._group = group
+        self._group, self._serial = group, 0
 
     def begin(self, payload: Tensor, call: Call[T]) -> Callable[[], T]:
         """Call the server for ``payload``, and broadcast it; what is returned waits for the answer.
@@ -147,37 +158,36 @@ class GroupWay:
         """
         if not self.joined:
             self.join()
+        answer = self._called(call, {"nbytes": payload.numel()})
+        self._launch(payload)
+        return answer
+
+    def announce(self, nbytes: int, call: Call[T]) -> Callable[[], T]:
+        """`begin` for a payload of ``nbytes`` that is still to come, over a group that is joined.
+
+        `send` or `call_off` follows, then the answer is taken. The server's workers wait for either, a quarter of a
+        second at most; their answer is ``late`` then, and what is sent goes nowhere.
+        """
         group = self._group
         assert group is not None  # noqa: S101 - joined
-        nbytes, self._under_way = payload.numel(), True
-        try:
-            # The worker's limit is the shorter one, so that it is its answer that tells.
-            limit = self._timeout + self.server.load_timeout
-            take = call({"kind": "broadcast", "group": self._name, "nbytes": nbytes}, limit)
-        except BaseException:
-            self._drop()
-            raise
+        if self._serial:
+            group_flag.forget(group.store, self._serial)
+        self._serial += 1
+        self.awaited = True
+        return self._called(call, {"nbytes": nbytes, "serial": self._serial})
 
-        def send() -> Pending:
-            try:
-                return group.send(payload, Bucket((), nbytes))
-            except BaseException:
-                group.close()  # which the workers may notice before their time is up
-                raise
+    def send(self, payload: Tensor) -> None:
+        """What was announced is there: tell the workers, and broadcast it, unless they have given up on it.
 
-        sending = Task(send, name="send")  # in a thread: NCCL may wait for its peers before it returns
+        Args:
+            payload: As for `begin`.
+        """
+        if self._said(group_flag.THERE) == group_flag.THERE:
+            self._launch(payload)
 
-        def answer() -> T:
-            try:
-                found = take()
-                self._settle(sending)
-            except BaseException:
-                self._drop()
-                raise
-            self._under_way = False
-            return found
-
-        return answer
+    def call_off(self) -> None:
+        """What was announced will not come: release the workers."""
+        self._said(group_flag.OFF)
 
     def close(self) -> None:
         """Leave on both sides; a server that does not answer is left to itself."""
@@ -189,7 +199,53 @@ class GroupWay:
 
     # ---------------------------------------------------------------- inside
 
-    def _make(self, limit: float) -> Group:
+    def _called(self, call: Call[T], what: Mapping[str, Any]) -> Callable[[], T]:
+        self._under_way, self._sending = True, None
+        try:
+            # The worker's limit is the shorter one, so that it is its answer that tells.
+            limit = self._timeout + self.server.load_timeout
+            take = call({"kind": "broadcast", "group": self._name, **what}, limit)
+        except BaseException:
+            self._drop()
+            raise
+
+        def answer() -> T:
+            try:
+                found = take()
+                self._settle()
+            except BaseException as error:
+                refused = isinstance(error, HTTPFailure) and error.status < requests.codes.server_error
+                if self._sending is not None or self.awaited or not refused:
+                    self._drop()
+                self._under_way = False
+                raise
+            self._under_way = False
+            return found
+
+        return answer
+
+    def _launch(self, payload: Tensor) -> None:
+        """Begin to broadcast; in a thread, since NCCL may wait for its peers before it returns."""
+        group = self._group
+        assert group is not None  # noqa: S101 - joined
+
+        def send() -> Pending:
+            try:
+                return group.send(payload, Bucket((), payload.numel()))
+            except BaseException:
+                group.close()  # which the workers may notice before their time is up
+                raise
+
+        self._sending = Task(send, name="send")
+        self._sending.wait(_LAUNCH)
+
+    def _said(self, word: str) -> str:
+        self.awaited = False
+        group = self._group
+        assert group is not None  # noqa: S101 - nothing is announced otherwise
+        return group_flag.say(group.store, self._serial, word)
+
+    def _make(self, limit: float) -> GlooGroup | NcclGroup:
         options = self._options
         address = require_own(options.host) if options.host else address_towards(self.server.url)
         port = options.port + self._place if options.port else 0
@@ -199,10 +255,12 @@ class GroupWay:
             return GlooGroup(address, port, self._world, self._timeout)
         return NcclGroup(address, port or free_port(""), self._world, limit, self._device)
 
-    def _settle(self, sending: Task[Pending]) -> None:
+    def _settle(self) -> None:
         """Wait until the payload may be written again: the workers have it, so that this is but a moment."""
+        if self._sending is None:
+            raise LoadError("it answered before anything was sent", server=self.server.url)
         try:
-            pending = sending.result(_GRACE)
+            pending = self._sending.result(_GRACE)
             ended = wait_until(pending.done, time.monotonic() + _GRACE)
         except TimeoutError:
             ended = False
@@ -212,7 +270,7 @@ class GroupWay:
             raise SyncTimeout("the broadcast did not end with the server's answer", server=self.server.url)
 
     def _drop(self) -> None:
-        group, self._group, self._under_way = self._group, None, False
+        group, self._group, self._under_way, self.awaited = self._group, None, False, False
         if group is not None:
             group.close()
 

@@ -161,6 +161,11 @@ class GlooGroup(Group):
         self._group: Any = None
         self._update = 0
 
+    @property
+    def store(self) -> Any:
+        """The store that the workers are connected to."""
+        return self._store
+
     def handshake(self) -> dict[str, Any]:
         """Where the store is."""
         return {"address": self._address, "port": self._store.port}
@@ -250,12 +255,18 @@ class NcclGroup(Group):
             ) from error
         self.device = device
         self._address, self._port, self._world, self._timeout = address, port, world_size, timeout
-        self._connect: Callable[[], Any] = lambda: PyNcclCommunicator(
-            StatelessProcessGroup.create(address, port, 0, world_size, store_timeout=max(1, int(timeout))),
-            device=device,
+        self._meet: Callable[[], Any] = lambda: StatelessProcessGroup.create(
+            address, port, 0, world_size, store_timeout=max(1, int(timeout))
         )
+        self._connect: Callable[[Any], Any] = lambda peers: PyNcclCommunicator(peers, device=device)
+        self._peers: Any = None
         self._communicator: Any = None
         self._stream = _cuda.Stream(device)
+
+    @property
+    def store(self) -> Any:
+        """The store that the workers are connected to, once joined."""
+        return self._peers.store
 
     def handshake(self) -> dict[str, Any]:
         """Where the store is."""
@@ -265,7 +276,9 @@ class NcclGroup(Group):
         """Open the store, and the communicator once every worker is there."""
         _await_port(self._port, self._timeout)
         with torch.cuda.device(self.device):
-            self._communicator = self._connect()
+            peers = self._meet()
+            self._communicator = self._connect(peers)
+        self._peers = peers
 
     def send(self, buffer: Tensor, bucket: Bucket) -> Pending:
         """Broadcast on a stream of its own, behind what was queued on the current one."""
@@ -278,7 +291,7 @@ class NcclGroup(Group):
 
     def close(self) -> None:
         """Abort the communicator, in a thread of its own: that can block while a peer hangs."""
-        communicator, self._communicator = self._communicator, None
+        communicator, self._communicator, self._peers = self._communicator, None, None
         if communicator is not None:
             _leave(self._port, communicator.destroy, "nccl", daemon=True)
 

@@ -89,13 +89,21 @@ class Installation:
         self._path = path
         self._calls: dict[str, _Sent | Delivered] = {}
 
-    def send(self, servers: Sequence[VLLMServer], source: Mapping[str, Any]) -> None:
-        """Call ``servers``, all on this host, for a payload at ``source``; a failure becomes that server's outcome.
+    def send(
+        self,
+        servers: Sequence[VLLMServer],
+        begin: Callable[[VLLMServer, Call[ServedDigest]], Callable[[], ServedDigest]],
+    ) -> None:
+        """Call ``servers`` for a payload that is still to come; a failure becomes that server's outcome.
 
         No threads: the calls are sent one after the other, which takes nothing, and all are worked on then.
+
+        Args:
+            servers: Which.
+            begin: Calls one, and gives what waits for its answer (`loraflow.transports.ways.Ways.begin`).
         """
         for server in servers:
-            self._call(server, lambda server, digest: self._begin(server, digest, source))
+            self._call(server, lambda server, digest: begin(server, partial(self._begin, server, digest)))
 
     def on(
         self,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import requests
 import torch
@@ -24,12 +24,13 @@ from loraflow.server import HTTPFailure, VLLMServer
 from loraflow.store import AdapterStore
 from loraflow.transports.blocks import Block, best_block, objection
 from loraflow.transports.filesystem import FilesystemTransport
-from loraflow.transports.group_way import GroupOptions, GroupWay
+from loraflow.transports.group_way import Call, GroupOptions, GroupWay
 from loraflow.transports.install import Payload
-from loraflow.transports.ready_flag import settle_device
+from loraflow.transports.ready_flag import ReadyFlag, settle_device, waits_for_payloads
 
 __all__ = ["DirectWay", "Ways"]
 
+T = TypeVar("T")
 DirectWay = Literal["auto", "shared", "upload", "broadcast"]
 
 _log = logging.getLogger(__name__)
@@ -74,17 +75,17 @@ class Ways:
         self._groups: dict[str, GroupWay] = {}
         self._places: dict[str, int] = {}  # each server's, from the first port on; kept when it is joined anew
         self._host: torch.Tensor | None = None
+        self._nbytes = 0
+        self._flag: ReadyFlag | None = None
+        self._announced: dict[str, object] | None = None  # the block as the place of what is still to come
 
     def open(self, servers: Sequence[VLLMServer], nbytes: int) -> None:
         """Take memory for payloads of ``nbytes`` for the servers that read them from here."""
         near = [server for server in servers if self._why_not_shared(server) is None]
+        self._nbytes = nbytes
         if near:
             self.block = best_block(near, nbytes, self._device)
-
-    @property
-    def all_shared(self) -> bool:
-        """Whether every server reads payloads from memory of this host."""
-        return self.block is not None and not self._uploads and not self._groups
+            self._flag = ReadyFlag()
 
     def reach(self, server: VLLMServer, digest: SlotDigest) -> None:
         """Settle how payloads get to ``server``, anew where it was settled before.
@@ -113,8 +114,38 @@ class Ways:
         else:
             self._choose(server, digest, why)
 
+    def may_announce(self, servers: Sequence[VLLMServer]) -> bool:
+        """Whether all ``servers`` can be called before their payload is there: by memory, or over a group that stands.
+
+        Not where the payload travels in the call, nor where a server is one of before such calls.
+        """
+        return all(map(self._may_announce, servers))
+
+    def announce(self) -> None:
+        """The next payload is still to come: `begin` calls servers for it, `put` or `call_off` follows."""
+        settle_device(self._device)
+        block, flag = self.block, self._flag
+        self._announced = {} if block is None or flag is None else flag.announced(block.source())
+
+    def begin(self, server: VLLMServer, call: Call[T]) -> Callable[[], T]:
+        """Call ``server`` for what was announced; what is returned waits for the answer."""
+        way = self._groups.get(server.url)
+        if way is not None:
+            return way.announce(self._nbytes, call)
+        assert self._announced  # noqa: S101 - by memory, else
+        return call(self._announced, server.load_timeout)
+
+    def call_off(self) -> None:
+        """What was announced will not come: release the workers."""
+        self._announced = None
+        if self._flag is not None:
+            self._flag.call_off()
+        for way in self._groups.values():
+            if way.awaited:
+                way.call_off()
+
     def put(self, flat: torch.Tensor, servers: Sequence[VLLMServer]) -> Payload:
-        """Bring a payload to where ``servers`` get it from.
+        """Bring a payload to where ``servers`` get it from; those that were called for it already are told.
 
         Args:
             flat: Its bytes; uint8, 1-D, on the device. Servers may read it until they have answered.
@@ -133,22 +164,38 @@ class Ways:
             host = block.view if block is not None and block.view.device.type == "cpu" else self._on_host(flat)
         if groups:
             settle_device(self._device)
+        if self._announced is not None:
+            self._announced = None
+            if self._flag is not None:
+                self._flag.payload_is_there()
+            for way in groups.values():
+                if way.awaited:
+                    way.send(self._sent_by(way, flat, host))
         sends = {url: partial(way.begin, self._sent_by(way, flat, host)) for url, way in groups.items()}
         data = None if host is None or not uploads else host.numpy().data
         hashed = "" if data is None else blake3(data, max_threads=blake3.AUTO).hexdigest()
         return Payload(source, data, hashed, uploads, sends)
 
     def close(self) -> None:
-        """Leave every group, and free the block."""
+        """Leave every group, and free the block; workers that wait give up."""
         for way in self._groups.values():
             way.close()
         self._groups.clear()
         self._uploads.clear()
+        if self._flag is not None:
+            self._flag.close()
+            self._flag = None
         if self.block is not None:
             self.block.close()
             self.block = None
 
     # ---------------------------------------------------------------- which way
+
+    def _may_announce(self, server: VLLMServer) -> bool:
+        way = self._groups.get(server.url)
+        if way is not None:
+            return way.joined and self._can(server, "group_announced")
+        return self.block is not None and server.url not in self._uploads and waits_for_payloads(server)
 
     def _why_not_shared(self, server: VLLMServer) -> str | None:
         if self._way in {"upload", "broadcast"}:
@@ -200,7 +247,7 @@ class Ways:
     def _join_again(self, server: VLLMServer) -> None:
         """A group that a failure has ended is joined anew; where that fails, HTTP is taken if it may be."""
         way = self._groups.get(server.url)
-        if way is None or way.joined or self._way == "broadcast":  # that joins, or fails, by itself
+        if way is None or way.joined or way.awaited or self._way == "broadcast":  # that joins, or fails, by itself
             return
         try:
             way.join()

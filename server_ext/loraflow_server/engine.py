@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from loraflow_server.errors import PluginError
+from loraflow_server.group_flag import SPARED
 
 __all__ = ["CALL_TIMEOUT", "Engine", "Loaded", "answers_of", "require_fresh"]
 
@@ -102,7 +103,10 @@ class Engine:
             PluginError: A worker's own, or ``engine_failed``.
         """
         engines = await self.utility("collective_rpc", method, None, args, None)
-        return [answers_of(ranks, number) for number, ranks in enumerate(engines)]
+        errors = [error for number, ranks in enumerate(engines) for error in _errors(ranks, number)]
+        if errors:
+            raise _telling(errors)
+        return [[answer["ok"] for answer in ranks] for ranks in engines]
 
     # ---------------------------------------------------------------- names
 
@@ -290,12 +294,25 @@ class Engine:
 
 def answers_of(ranks: Sequence[Mapping[str, Any]], engine: int) -> list[dict[str, Any]]:
     """What the workers of one engine answered; the first error among them is raised, with the worker's place."""
+    errors = _errors(ranks, engine)
+    if errors:
+        raise _telling(errors)
+    return [answer["ok"] for answer in ranks]
+
+
+def _errors(ranks: Sequence[Mapping[str, Any]], engine: int) -> list[PluginError]:
+    found = []
     for rank, answer in enumerate(ranks):
         if "error" in answer:
             error = PluginError.from_dict(answer["error"])
             error.details.setdefault("worker", f"engine {engine}, rank {rank}")
-            raise error
-    return [answer["ok"] for answer in ranks]
+            found.append(error)
+    return found
+
+
+def _telling(errors: Sequence[PluginError]) -> PluginError:
+    """The first; before those after which a group is as it was (`SPARED`), any other."""
+    return min(errors, key=lambda error: error.code in SPARED)
 
 
 def require_fresh(cache_error: str | None) -> None:

@@ -7,11 +7,14 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from loraflow_server import checks
+from loraflow_server.beside import beside
 from loraflow_server.engine import Engine
 from loraflow_server.errors import PluginError
+from loraflow_server.group_flag import SPARED, GroupFlag
 
 __all__ = ["GroupDesk"]
 
@@ -20,6 +23,7 @@ _LAST_PORT = 65535
 _MOST_SECONDS = 240.0
 """The engine waits with its workers, and `loraflow_server.engine.CALL_TIMEOUT` for them."""
 _JOIN_SECONDS, _KNOCK_SECONDS, _KNOCK_PAUSE = 30.0, 5.0, 0.02
+_KEPT = 2  # groups, as in a worker
 
 
 class GroupDesk:
@@ -33,6 +37,7 @@ class GroupDesk:
     def __init__(self, engine: Engine, lock: asyncio.Lock) -> None:
         self._engine = engine
         self._lock = lock
+        self._flags: dict[str, GroupFlag] = {}
 
     async def join(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Have all workers join: ``{"backend", "address", "port", "world_size", "timeout"}`` gives ``{"group"}``.
@@ -45,13 +50,20 @@ class GroupDesk:
         self._need()
         meeting = self._meeting(body)
         await _knock(meeting["address"], meeting["port"])
+        listening = beside(
+            lambda: GroupFlag.connected(meeting["address"], meeting["port"], _JOIN_SECONDS), name="group"
+        )
         group = secrets.token_hex(8)
         async with self._lock:
             try:
                 await self._engine.workers("loraflow_group_join", group, meeting)
+                flag = await _connected(listening)
             except PluginError:
-                await self._engine.workers("loraflow_group_leave", group)
+                await self.end(group)
                 raise
+        while len(self._flags) >= _KEPT:
+            del self._flags[next(iter(self._flags))]
+        self._flags[group] = flag
         return {"group": group}
 
     async def leave(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,8 +71,29 @@ class GroupDesk:
         self._need()
         group = checks.check_text(body, "group", 64)
         async with self._lock:
-            engines = await self._engine.workers("loraflow_group_leave", group)
+            engines = await self.end(group)
         return {"left": any(rank["left"] for ranks in engines for rank in ranks)}
+
+    async def end(self, group: str) -> list[list[dict[str, Any]]]:
+        """Have all workers leave; their answers. The lock is held, or nobody waits for the group any more."""
+        self._flags.pop(group, None)
+        return await self._engine.workers("loraflow_group_leave", group)
+
+    async def arrival(self, group: str, serial: int) -> None:
+        """Wait until a payload that was announced is there, while the engine goes on.
+
+        Raises:
+            PluginError: ``no_group`` (409), and as `GroupFlag.wait`.
+        """
+        flag = self._flags.get(group)
+        if flag is None:
+            raise PluginError("no_group", f"this server is not in the group {group!r}: join again", status=409)
+        try:
+            await flag.arrival(serial)
+        except PluginError as error:
+            if error.code not in SPARED:
+                await self.end(group)
+            raise
 
     def _need(self) -> None:
         if not self._engine.has_extension or self._engine.api_servers > 1:
@@ -110,3 +143,12 @@ async def _knock(address: str, port: int) -> None:
             ) from (error)
         writer.close()
         return
+
+
+async def _connected(listening: Future[GroupFlag]) -> GroupFlag:
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(listening), _JOIN_SECONDS)
+    except TimeoutError as error:
+        raise PluginError("join_timeout", "the trainer's store does not answer", status=504) from error
+    except RuntimeError as error:  # torch's
+        raise PluginError("join_failed", f"{type(error).__name__}: {error}", status=502) from error

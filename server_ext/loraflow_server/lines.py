@@ -7,9 +7,7 @@ abandoned broadcast must not be taken for those of the next one. The trainer joi
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,8 +16,10 @@ import torch
 import torch.distributed
 
 from loraflow_server.addresses import address_towards
+from loraflow_server.beside import beside
 from loraflow_server.collective import GlooLine, NcclLine
 from loraflow_server.errors import PluginError
+from loraflow_server.group_flag import SPARED, GroupFlag, Pulse
 from loraflow_server.unique_id import CheckedStore
 
 __all__ = ["Lines", "Meeting"]
@@ -54,6 +54,14 @@ class Meeting:
     timeout: float
 
 
+@dataclass(frozen=True)
+class _Joined:
+    """A group that this worker is in, and what its trainer says there of payloads that are still to come."""
+
+    line: NcclLine | GlooLine
+    flag: GroupFlag
+
+
 class Lines:
     """The groups of one worker; the newest few.
 
@@ -63,7 +71,7 @@ class Lines:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lines: dict[str, NcclLine | GlooLine] = {}
+        self._lines: dict[str, _Joined] = {}
         self._buffer: torch.Tensor | None = None
 
     def join(self, group: str, meeting: Meeting) -> None:
@@ -77,23 +85,32 @@ class Lines:
         make = self._nccl if meeting.backend == "nccl" else self._gloo
         self._lines[group] = _within(meeting.join_timeout, lambda: make(meeting))
 
-    def receive(self, group: str, nbytes: int) -> torch.Tensor:
+    def receive(self, group: str, nbytes: int, serial: int | None = None) -> torch.Tensor:
         """The next payload of a group; uint8, shape (nbytes,), on the device over NCCL, on the host over gloo.
 
         In memory that is kept, and filled again by the next one.
 
+        Args:
+            group: As it was joined.
+            nbytes: The payload's size.
+            serial: That of a payload which was announced: its trainer's word on it is waited for, then the payload.
+
         Raises:
             PluginError: ``no_group`` (409): it is not joined, or was left after a failure. ``broadcast_failed`` (502),
-                ``broadcast_timeout`` (504): it is left.
+                ``broadcast_timeout`` (504): it is left. ``late`` (409), ``called_off``: it is not, see `GroupFlag`.
         """
-        line = self._lines.get(group)
-        if line is None:
+        joined = self._lines.get(group)
+        if joined is None:
             raise PluginError("no_group", f"this worker is not in the group {group!r}: join again", status=409)
+        line = joined.line
         try:
             buffer = self._room(nbytes, on_device=isinstance(line, NcclLine))
+            if serial is not None:
+                joined.flag.wait(serial)
             line.receive(buffer).settle()
-        except PluginError:
-            self.leave(group)
+        except PluginError as error:
+            if error.code not in SPARED:
+                self.leave(group)
             raise
         except Exception as error:
             self.leave(group)
@@ -102,12 +119,12 @@ class Lines:
 
     def leave(self, group: str) -> bool:
         """Leave a group, whatever is under way there; False where this worker was not in it."""
-        line = self._lines.pop(group, None)
-        if line is not None:
-            line.close()
+        joined = self._lines.pop(group, None)
+        if joined is not None:
+            joined.line.close()
         if not self._lines:
             self._buffer = None
-        return line is not None
+        return joined is not None
 
     def close(self) -> None:
         """Leave all."""
@@ -123,7 +140,7 @@ class Lines:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=pinned)
         return self._buffer
 
-    def _nccl(self, meeting: Meeting) -> NcclLine:
+    def _nccl(self, meeting: Meeting) -> _Joined:
         if self._device.type != "cuda":
             raise PluginError("no_gpu", "NCCL needs GPUs, and this worker has none", status=409)
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -137,42 +154,30 @@ class Lines:
                 meeting.world_size,
                 store_timeout=max(1, int(meeting.join_timeout)),
             )
-            peers.store = CheckedStore(peers.store)
+            store = peers.store
+            peers.store = CheckedStore(store)
             communicator = PyNcclCommunicator(peers, device=self._device)
         if communicator.disabled:
             raise PluginError("no_nccl", "this worker cannot load NCCL", status=409)
-        return NcclLine(communicator, self._device, meeting.timeout, alive=lambda: peers.store.check(["alive"]))
+        line = NcclLine(communicator, self._device, meeting.timeout, alive=Pulse(store))
+        return _Joined(line, GroupFlag(store))
 
-    def _gloo(self, meeting: Meeting) -> GlooLine:
+    def _gloo(self, meeting: Meeting) -> _Joined:
         host, port, joining = meeting.address, meeting.port, timedelta(seconds=meeting.join_timeout)
         store = _c10d.TCPStore(host, port, None, is_master=False, timeout=joining, wait_for_workers=False)
         options = _c10d.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=meeting.timeout)
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address_towards(host, port))]
         group = _c10d.ProcessGroupGloo(_c10d.PrefixStore("loraflow", store), meeting.rank, meeting.world_size, options)
-        return GlooLine(group, meeting.timeout)
+        return _Joined(GlooLine(group, meeting.timeout), GroupFlag(store))
 
 
-def _within(seconds: float, make: Callable[[], NcclLine | GlooLine]) -> NcclLine | GlooLine:
+def _within(seconds: float, make: Callable[[], _Joined]) -> _Joined:
     """What ``make`` gives, if it does so in time: NCCL waits for a trainer that died for ever.
 
     It is left to itself otherwise, in its thread; what it gives then is closed.
     """
-    found: Future[NcclLine | GlooLine] = Future()
-
-    def run() -> None:
-        try:
-            line = make()
-        except BaseException as error:  # noqa: BLE001 - raised below, in the worker's thread
-            if found.set_running_or_notify_cancel():
-                found.set_exception(error)
-            return
-        if found.set_running_or_notify_cancel():
-            found.set_result(line)
-        else:
-            line.close()
-
-    threading.Thread(target=run, name="loraflow-join", daemon=True).start()
+    found = beside(make, name="join", unwanted=lambda joined: joined.line.close())
     try:
         return found.result(seconds)
     except PluginError:

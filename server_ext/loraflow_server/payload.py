@@ -19,6 +19,7 @@ import torch
 
 from loraflow_server.blocks import SHM_DIR, Block, map_gpu, map_shared
 from loraflow_server.errors import PluginError
+from loraflow_server.group_flag import PATIENCE
 from loraflow_server.lines import Lines
 
 __all__ = ["Payloads", "check_block_name", "check_source", "read_folder"]
@@ -28,8 +29,6 @@ logger = logging.getLogger("vllm.loraflow.worker")
 _BLOCK_NAME = re.compile(r"loraflow-[A-Za-z0-9_.-]{1,100}")
 _KEPT, _FLAGS = 2, 8
 """Payload blocks and flags that stay mapped: the memory of a trainer that is gone is freed once others follow."""
-_PATIENCE = 0.25
-"""Seconds that a worker, and with it the engine, waits for a payload that was announced."""
 _POLL, _SERVER_POLL = 20e-6, 300e-6
 
 
@@ -39,7 +38,8 @@ def check_source(source: object, limit: int) -> dict[str, Any]:
     ``{"kind": "shm", "name", "nbytes"}`` or ``{"kind": "cuda_ipc", "nbytes", "uuid", "handle", "storage_bytes",
     "storage_offset", "ref_file", "ref_offset", "event", "event_sync"}`` (bytes in base64). Either may have a ``"flag":
     {"name", "serial", "numbers"}``: the payload is not there yet, see `Payloads.bytes_of`. Or ``{"kind": "broadcast",
-    "group", "nbytes"}``, over a group that was joined.
+    "group", "nbytes"}``, over a group that was joined; with a ``"serial"`` where it is not there yet, see
+    `loraflow_server.group_flag.GroupFlag`.
 
     Raises:
         PluginError: ``bad_source``, or ``too_large`` (413).
@@ -54,7 +54,8 @@ def check_source(source: object, limit: int) -> dict[str, Any]:
     if source["kind"] == "broadcast":
         if not isinstance(source.get("group"), str) or not 0 < len(source["group"]) <= 64:
             raise PluginError("bad_source", "source.group is the name of a group, as joining it gave it")
-        return {"kind": "broadcast", "group": source["group"], "nbytes": nbytes}
+        serial = {"serial": _serial(source, "source")} if "serial" in source else {}
+        return {"kind": "broadcast", "group": source["group"], "nbytes": nbytes} | serial
     flag = {"flag": _checked_flag(source["flag"], limit)} if "flag" in source else {}
     if source["kind"] == "shm":
         return {"kind": "shm", "name": check_block_name(source.get("name")), "nbytes": nbytes} | flag
@@ -81,12 +82,17 @@ def check_block_name(name: object) -> str:
     return name
 
 
+def _serial(where: Mapping[str, Any], named: str) -> int:
+    serial = where.get("serial")
+    if type(serial) is not int or not 0 < serial < 1 << 62:
+        raise PluginError("bad_source", f"{named}.serial is a positive number")
+    return serial
+
+
 def _checked_flag(flag: object, limit: int) -> dict[str, Any]:
     if not isinstance(flag, dict):
         raise PluginError("bad_source", "source.flag is an object")
-    serial, numbers = flag.get("serial"), flag.get("numbers")
-    if type(serial) is not int or not 0 < serial < 1 << 62:
-        raise PluginError("bad_source", "source.flag.serial is a positive number")
+    serial, numbers = _serial(flag, "source.flag"), flag.get("numbers")
     if type(numbers) is not int or not 0 <= numbers <= limit // 8:
         raise PluginError("bad_source", "source.flag.numbers is a count")
     return {"name": check_block_name(flag.get("name")), "serial": serial, "numbers": numbers}
@@ -124,7 +130,7 @@ class Payloads:
                 not come in time. ``called_off``: it will not come.
         """
         if source["kind"] == "broadcast":
-            return self.lines.receive(str(source["group"]), int(source["nbytes"]))
+            return self.lines.receive(str(source["group"]), int(source["nbytes"]), source.get("serial"))
         if source["kind"] == "shm":
             found = self._shared(self._blocks, str(source["name"]), int(source["nbytes"])).view[: int(source["nbytes"])]
         else:
@@ -153,12 +159,12 @@ class Payloads:
 
     def _until_there(self, flag: Mapping[str, Any]) -> Iterator[None]:
         """Something for each look at a payload that is not there yet."""
-        words, serial, deadline = self._flag(flag), int(flag["serial"]), time.monotonic() + _PATIENCE
+        words, serial, deadline = self._flag(flag), int(flag["serial"]), time.monotonic() + PATIENCE
         while (found := words[0]) != serial:
             if found == -serial:
                 raise PluginError("called_off", "the version was called off before its payload came")
             if abs(found) > serial or time.monotonic() > deadline:
-                raise PluginError("late", f"the payload did not come within {_PATIENCE:g} s", status=409)
+                raise PluginError("late", f"the payload did not come within {PATIENCE:g} s", status=409)
             yield
 
     def close(self) -> None:

@@ -63,8 +63,8 @@ class Service:
         self._leaving: dict[str, Path] = {}  # unloaded names that requests may still use, and their folders
         self._lifeline = Lifeline()
         self.lock = asyncio.Lock()  # one change at a time: loads, folds and resets exclude each other
-        self.slots = SlotDesk(engine, self.weights, settings, self.names, self.metrics, self.lock)
         self.groups = GroupDesk(engine, self.lock)
+        self.slots = SlotDesk(engine, self.weights, settings, self.names, self.metrics, self.lock, self.groups)
 
     @property
     def worker_extension(self) -> bool:
@@ -80,7 +80,7 @@ class Service:
             if self.cache is not None:
                 found.append("stores")
         if self.worker_extension:
-            found += ["base", "announced", *(["group"] if self.engine.api_servers == 1 else [])]
+            found += ["base", "announced", *(["group", "group_announced"] if self.engine.api_servers == 1 else [])]
             if self.engine.plain_weights:
                 found += ["weights", "fold"] if self.engine.api_servers == 1 else ["weights"]
                 if self.engine.has_version:

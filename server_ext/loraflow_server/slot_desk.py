@@ -14,6 +14,8 @@ from loraflow_server import checks
 from loraflow_server.engine import Engine
 from loraflow_server.errors import PluginError
 from loraflow_server.events import log_event
+from loraflow_server.group_desk import GroupDesk
+from loraflow_server.group_flag import SPARED
 from loraflow_server.ids import content_id
 from loraflow_server.inbox import Inbox
 from loraflow_server.metrics import Metrics, elapsed_ms
@@ -43,6 +45,7 @@ class SlotDesk:
         names: The adapter names of this server.
         metrics: Its counters.
         lock: Held while anything changes.
+        groups: The broadcast groups that payloads may come over.
 
     Attributes:
         inbox: Payloads that are being uploaded.
@@ -56,6 +59,7 @@ class SlotDesk:
         names: Names,
         metrics: Metrics,
         lock: asyncio.Lock,
+        groups: GroupDesk,
     ) -> None:
         self.inbox = Inbox()
         self._engine = engine
@@ -64,6 +68,7 @@ class SlotDesk:
         self._names = names
         self._metrics = metrics
         self._lock = lock
+        self._groups = groups
         self._announced = Payloads(torch.device("cpu"))
         self._payload_bytes: dict[str, int] = {}  # by layout agreed on: what an upload must have
 
@@ -176,7 +181,11 @@ class SlotDesk:
 
     async def arrival(self, source: Mapping[str, Any]) -> None:
         """A payload that was announced is waited for here while requests run, and by the workers of an idle engine."""
-        if self._engine.in_flight():
+        if not self._engine.in_flight():
+            return
+        if "serial" in source:
+            await self._groups.arrival(source["group"], source["serial"])
+        else:
             await self._announced.arrival(source)
 
     def _bytes_of(self, layout_id: str) -> int:
@@ -187,12 +196,13 @@ class SlotDesk:
         return nbytes
 
     async def _received(self, method: str, source: Mapping[str, Any], *args: Any) -> list[list[dict[str, Any]]]:
-        """Call workers with a source, the last argument. A broadcast that fails anywhere ends its group everywhere."""
+        """Call workers with a source, the last argument. A broadcast that fails anywhere ends its group everywhere; one
+        that never began does not."""
         try:
             return await self._engine.workers(method, *args, source)
-        except PluginError:
-            if source["kind"] == "broadcast":
-                await self._engine.workers("loraflow_group_leave", source["group"])
+        except PluginError as error:
+            if source["kind"] == "broadcast" and error.code not in SPARED:
+                await self._groups.end(source["group"])
             raise
 
     def _digest_answer(self, name: str, engines: list[list[dict[str, Any]]]) -> dict[str, Any]:

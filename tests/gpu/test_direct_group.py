@@ -44,6 +44,9 @@ def test_broadcasts(slots: RunningServer, base: Path, device: str, backend: str)
         for version in range(6):
             redraw(model, version)
             policy = Policy(store.run_id, version)
+            if version % 2:
+                transport.wait_published()
+                assert transport.announce(policy, [server], lambda _: None)
             outcome = transport.deliver(policy, take_snapshot(model), [server]).servers[server.url]
             assert outcome.error is None
             assert outcome.proof is not None
@@ -72,6 +75,30 @@ def test_a_payload_that_does_not_come_is_aborted_and_the_next_joins_anew(slots: 
         assert outcome.proof is not None
         assert outcome.proof.passed
         assert off(server, f"{store.run_id}-v0", model) < NOISE
+        transport.close([server])
+
+
+@two_gpus
+def test_what_is_called_off_or_late_leaves_the_group_whole(slots: RunningServer, base: Path) -> None:
+    server, model = VLLMServer(slots.url), trainer(base, "cuda:1")
+    with store_of(slots) as store:
+        transport = DirectTransport(store, AdapterSpec.from_model(model), device="cuda:1", way="broadcast")
+        transport.open([server])
+        (way,) = transport._ways._groups.values()
+        group, snapshot = way._name, take_snapshot(model)
+        assert transport.announce(Policy(store.run_id, 0), [server], lambda _: None)
+        assert transport.withdraw(Policy(store.run_id, 0), [server]) == {}
+        for version, seconds in ((1, 0.01), (2, 0.5)):
+            policy = Policy(store.run_id, version)
+            transport.wait_published()
+            assert transport.announce(policy, [server], lambda _: None)
+            time.sleep(seconds)
+            outcome = transport.deliver(policy, snapshot, [server]).servers[server.url]
+            assert outcome.error is None, outcome.error
+            assert outcome.proof is not None
+            assert outcome.proof.passed
+            assert off(server, policy.name, model) < NOISE
+        assert way._name == group
         transport.close([server])
 
 

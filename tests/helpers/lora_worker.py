@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ class LoraHost:
         self.worker.model_runner = SimpleNamespace(lora_manager=loras)
         self.worker.device = torch.device("cpu")
         self.worker.parallel_config = config.parallel_config
+        self.in_step = threading.Lock()  # a worker does one thing at a time
 
     def slots_of(self, int_id: int) -> list[torch.Tensor]:
         """Copies of everything that is served for an adapter, which is activated for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from argparse import Namespace
@@ -22,6 +23,8 @@ from tests.helpers.lora_worker import LoraHost
 
 __all__ = ["plugin_server"]
 
+_ids = itertools.count(100_001)  # two servers may have one worker
+
 
 class _Models:
     """vLLM's registry of names."""
@@ -29,12 +32,7 @@ class _Models:
     def __init__(self) -> None:
         self.lora_requests: dict[str, Any] = {}
         self.lora_resolver_lock: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._last = 100_000
-        self.lora_id_counter = SimpleNamespace(inc=self._inc)
-
-    def _inc(self, step: int) -> int:
-        self._last += step
-        return self._last
+        self.lora_id_counter = SimpleNamespace(inc=lambda _: next(_ids))
 
     def is_base_model(self, name: str) -> bool:
         return name == "base"
@@ -55,7 +53,8 @@ class _Client:
             return False
         assert method == "collective_rpc"
         name, _, arguments, _ = args
-        return [getattr(self._host.worker, name)(*arguments)]
+        with self._host.in_step:
+            return [getattr(self._host.worker, name)(*arguments)]
 
     async def add_lora(self, request: Any) -> bool:
         return bool(self._host.loras.add_adapter(request))

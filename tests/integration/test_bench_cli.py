@@ -52,10 +52,12 @@ def test_the_tiny_preset_runs_and_its_json_has_every_field(tmp_path, env):
     assert by_way["filesystem-stock"]["proof"] == "canary"
     assert by_way["direct"]["bytes"] == content["payload"]["adapter_bytes"]
     assert {rate["arm"] for rate in content["generation"]} == {
-        "base, LoRA server", "base, LoRA server, a sync each second", "slot", "slot, a sync each second",
-        "slot, the policy drawn anew each second", "two versions at once, no syncs",
+        "base, LoRA server", "slot", "slot, a sync each second", "two versions at once, no syncs",
     }  # fmt: skip
     assert all(rate["tokens"] > 0 and rate["failed"] == 0 for rate in content["generation"])
+    assert all(rate["syncs"] > 0 for rate in content["generation"] if "sync each second" in rate["arm"])
+    ratio = next(item for item in content["comparisons"] if item["above"] == "slot, a sync each second")
+    assert (ratio["below"], ratio["pairs"]) == ("slot", 2)
     assert {"fold", "gloo", "stock-merged", "stock-inplace", "break-even"} <= content["skipped"].keys()
     for path in content["files"]:
         assert tmp_path.joinpath(path.rsplit("/", 1)[1]).stat().st_size > 0

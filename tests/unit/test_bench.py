@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 from dataclasses import fields, is_dataclass, replace
 from typing import get_type_hints
@@ -13,14 +14,23 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from loraflow.bench.generation import Rate, break_even, generation_tokens
+from loraflow.bench.compare import (
+    FOLDED,
+    SLOT,
+    SYNCING,
+    UNTOUCHED,
+    break_even,
+    break_evens,
+    comparisons,
+    mean_rate,
+)
+from loraflow.bench.generation import Rate, generation_tokens
 from loraflow.bench.links import Floor, Links, floor_of, measure_links
 from loraflow.bench.plot import plot_report
 from loraflow.bench.presets import PRESETS, Preset, draw_policy, load_trainer, make_model, preset_of
 from loraflow.bench.report import Payload, Report, Summary, environment, quantile, summarise
 from loraflow.bench.run import plan_ways
 from loraflow.bench.scenarios import Failure, Sample, Timed, measure
-from loraflow.bench.serving import FOLDED, SLOT, SYNCING, break_evens, mean_rate, ratios
 from loraflow.bench.stock import stock_weights
 from loraflow.errors import ConfigError
 
@@ -240,15 +250,12 @@ def test_a_cheaper_merged_sync_with_slower_generation_is_better_for_short_rollou
     assert found.sentence.startswith("a is better from")
 
 
-def test_ratios_and_break_even_take_the_mean_of_the_windows():
+def test_the_break_even_takes_the_mean_of_the_windows():
     rates = [
         Rate(SLOT, 8, 100, 1.0), Rate(SLOT, 8, 300, 1.0), Rate(FOLDED, 8, 400, 1.0),
         Rate(f"{SLOT}, {SYNCING}", 8, 196, 1.0, syncs=4), Rate(SLOT, 16, 7, 1.0),
     ]  # fmt: skip
     assert mean_rate(rates, SLOT, 8) == 200
-    found = ratios(rates)
-    assert found[f"8 streams: ({SLOT}, {SYNCING}) / ({SLOT})"] == pytest.approx(0.98)
-    assert found[f"8 streams: ({FOLDED}) / ({SLOT})"] == 2
     summary = summarise(
         [*samples("direct", 9, 5), *samples("fold", 9, 15)], CPU_LINKS, Payload.of(preset_of("tiny"), 8)
     )
@@ -366,6 +373,43 @@ def test_what_is_asked_for_is_measured_or_said_to_be_impossible_here():
         plan_ways(["pigeon"], backend="gloo", given_server=False)
 
 
+def test_a_comparison_pairs_windows_that_are_near_in_time():
+    """A host that slows down to a tenth in between: what is near in time differs by its arm alone."""
+    speeds = [1000, 1000, 1000, 100, 100, 100]
+    rates = [
+        Rate(arm, 8, int(speed * share), 1.0, began=10.0 * turn + shift)
+        for turn, speed in enumerate(speeds)
+        for arm, share, shift in ((SLOT, 1.0, 0.0), (f"{SLOT}, {SYNCING}", 0.95, 5.0))
+    ]
+    rates += [Rate(SLOT, 8, 9_000, 1.0, began=-100.0), Rate(FOLDED, 16, 5, 1.0)]  # far from all others; other streams
+    [found] = comparisons(rates)
+    assert (found.above, found.below, found.streams, found.pairs) == (f"{SLOT}, {SYNCING}", SLOT, 8, 6)
+    assert found.ratio == pytest.approx(0.95)
+    assert found.low == pytest.approx(0.95)
+    assert found.high == pytest.approx(0.95)
+    assert "6 pairs" in str(found)
+
+
+def test_few_windows_say_not_how_sure():
+    [found] = comparisons([Rate(SLOT, 8, 100, 1.0), Rate(SLOT, 8, 300, 1.0), Rate(FOLDED, 8, 400, 1.0)])
+    assert (found.pairs, found.ratio, found.low, found.high) == (1, 4.0, None, None)
+    assert "too few" in str(found)
+
+
+def test_an_interval_holds_what_scatters():
+    draw = random.Random(1)
+    rates = [
+        Rate(arm, 8, int(10_000 * share * draw.uniform(0.8, 1.2)), 1.0, began=2.0 * turn + shift)
+        for turn in range(40)
+        for arm, share, shift in ((UNTOUCHED, 1.0, 0), (FOLDED, 0.9, 1))
+    ]
+    [found] = comparisons(rates)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < 0.9 < found.high
+    assert found.high - found.low < 0.2
+
+
 # ---------------------------------------------------------------- the report
 
 
@@ -382,6 +426,7 @@ def a_report() -> Report:
         samples=tuple(kept),
         summary=summarise(kept, CPU_LINKS, payload),
         generation=rates,
+        comparisons=comparisons(rates),
         break_even=(
             break_even(adapter_ms=1, merged_ms=2, adapter_rate=50, merged_rate=150, streams=8, adapter="a", merged="m"),
         ),

@@ -163,6 +163,7 @@ class Prover:
         if server.down:
             raise Unreachable("connection refused", server=server.url)
         found = server.base if model == "base" else server.held.get(model)
+        expected = expected() if callable(expected) else expected  # waits, once the server has answered
         return Proof("canary", passed=found == expected, detail=f"{found} instead of {expected}")
 
     def moves(self, server: Server, model: str, base: object) -> Proof:
@@ -174,6 +175,10 @@ class Snapshot:
     content: str
     step: int = 0
     flat: torch.Tensor = field(default_factory=lambda: torch.ones(3))
+
+    @property
+    def finite(self) -> bool:
+        return bool(self.flat.isfinite().all())
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from loraflow.manager import SyncManager
 from loraflow.policy import Policy
 from loraflow.records import Proof, SyncRecord
 from tests.helpers.tiny import peft_model
-from tests.unit.test_fleet import PROVER, Run, Snapshot
+from tests.unit.test_fleet import PROVER, Prover, Run, Server, Snapshot
 
 LIMIT = 20.0  # seconds; only a test that fails waits for so long
 
@@ -29,8 +29,8 @@ LIMIT = 20.0  # seconds; only a test that fails waits for so long
 class Sync(Run):
     """A fleet of two, and syncs whose forward is made beside the delivery."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(2, "fail", **options)
+    def __init__(self, policy: str = "fail", **options: Any) -> None:
+        super().__init__(2, policy, **options)
         self.on_host: list[threading.Thread] = []
 
     def begin(self, work: Callable[[Snapshot], Any], prover: Any = PROVER) -> tuple[SyncRecord, Exception | None]:
@@ -83,6 +83,38 @@ def test_forward_and_load_run_at_the_same_time_the_forward_in_the_thread_that_as
     assert run.fleet._roster.held is not None
     assert run.fleet._roster.held.expected == "content-0"  # kept for servers that return
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loraflow-delivery")]
+
+
+def test_the_servers_are_asked_before_the_forward_is_waited_for() -> None:
+    run, asked = Sync(), threading.Barrier(3, timeout=LIMIT)
+
+    class Asking(Prover):
+        def check(self, server: Server, model: str, expected: object) -> Proof:
+            asked.wait()  # every server answers first
+            return super().check(server, model, expected)
+
+    def work(snapshot: Snapshot) -> str:
+        asked.wait()
+        time.sleep(0.05)
+        return snapshot.content
+
+    record, error = run.begin(work, Asking())
+    assert error is None
+    assert record.proven
+    assert record.phases_ms["forward_wait"] >= 50
+
+
+@pytest.mark.parametrize("policy", ["fail", "quarantine"])
+def test_a_forward_that_fails_sets_no_server_aside(policy: str) -> None:
+    run = Sync(policy)
+    run.begin(content)
+
+    def diverged(_: Snapshot) -> str:
+        raise VerifyError("log-probs that are not finite")
+
+    assert isinstance(run.begin(diverged)[1], VerifyError)
+    assert run.fleet.aside == {}
+    assert run.held() == [["run-v0"], ["run-v0"]]
 
 
 def test_a_version_that_is_not_the_forwards_is_withdrawn() -> None:

@@ -58,7 +58,7 @@ def test_a_worker_waits_until_the_payload_is_there(block: SharedBlock, flag: Rea
 def test_a_payload_that_does_not_come_is_given_up(
     block: SharedBlock, flag: ReadyFlag, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loraflow_server.payload._PATIENCE", 0.05)
+    monkeypatch.setattr("loraflow_server.payload.PATIENCE", 0.05)
     payloads, source = Payloads(CPU), flag.announced(block.source())
     began = time.perf_counter()
     with pytest.raises(PluginError, match="did not come") as late:

@@ -289,7 +289,10 @@ def failing_write(*args: object) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest", "folder", "added"])
-def test_a_damaged_version_is_mended_with_its_own_content(root: str, damage: str) -> None:
+def test_a_damaged_version_is_mended_with_its_own_content(
+    root: str, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraflow.store_guard.VISIBILITY_SECONDS", 0.2)
     with open_store(root) as store:
         store.publish(policy(0), FILES, digest=DIGEST)
         with pytest.raises(PublishError):

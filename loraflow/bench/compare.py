@@ -1,0 +1,183 @@
+"""What windows of generation say of each other, how surely, and the rollout length from which merging pays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from loraflow.bench.generation import Rate
+
+if TYPE_CHECKING:
+    from loraflow.bench.report import Summary
+
+__all__ = [
+    "BASE",
+    "FOLDED",
+    "SLOT",
+    "SYNCING",
+    "TWO_SLOTS",
+    "UNTOUCHED",
+    "BreakEven",
+    "Comparison",
+    "break_even",
+    "break_evens",
+    "comparisons",
+    "mean_rate",
+]
+
+BASE, SLOT, TWO_SLOTS = "base, LoRA server", "slot", "two versions at once, no syncs"
+UNTOUCHED, FOLDED = "untouched, plain server", "folded"
+SYNCING = "a sync each second"
+
+_PAIRS = (
+    (f"{SLOT}, {SYNCING}", SLOT),
+    (TWO_SLOTS, SLOT),
+    (f"{FOLDED}, {SYNCING}", FOLDED),
+    (FOLDED, SLOT),
+    (FOLDED, UNTOUCHED),
+    (SLOT, BASE),
+)
+_FEWEST = 3
+
+
+def mean_rate(rates: Sequence[Rate], arm: str, streams: int) -> float | None:
+    """Mean tokens per second of an arm over its windows; None where it was not measured."""
+    found = [rate.tokens_per_second for rate in _of(rates, arm, streams)]
+    return sum(found) / len(found) if found else None
+
+
+def _of(rates: Sequence[Rate], arm: str, streams: int) -> list[Rate]:
+    return [rate for rate in rates if rate.arm == arm and rate.streams == streams]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Tokens per second of one arm over another's, from pairs of windows that lie near each other in time.
+
+    Attributes:
+        above: One arm.
+        below: The other.
+        streams: Requests under way.
+        ratio: Mean of the first over mean of the second.
+        low: Lower end of the ratio's 95 % interval: bootstrap over the pairs, percentile method (Efron and Tibshirani,
+            An Introduction to the Bootstrap, 1993). None below three pairs.
+        high: Its upper end.
+        pairs: How many pairs.
+    """
+
+    above: str
+    below: str
+    streams: int
+    ratio: float
+    low: float | None
+    high: float | None
+    pairs: int
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.ratio:.3f} ({self.pairs} windows each: too few to say how sure)"
+        return f"{self.ratio:.3f} ({self.low:.3f} to {self.high:.3f}, {self.pairs} pairs of windows)"
+
+
+def comparisons(rates: Sequence[Rate]) -> tuple[Comparison, ...]:
+    """With syncs against without, folded against slot, and each against what came before."""
+    found = []
+    for streams in sorted({rate.streams for rate in rates}):
+        for above, below in _PAIRS:
+            one, other = _of(rates, above, streams), _of(rates, below, streams)
+            if one and other:
+                found.append(_compare(above, below, streams, one, other))
+    return tuple(found)
+
+
+def _compare(above: str, below: str, streams: int, one: list[Rate], other: list[Rate]) -> Comparison:
+    fewer, more = (one, list(other)) if len(one) <= len(other) else (other, list(one))
+    nearest = []
+    for rate in fewer:
+        nearest.append(min(more, key=lambda found: abs(found.began - rate.began)))
+        more.remove(nearest[-1])
+    tops, bottoms = (fewer, nearest) if fewer is one else (nearest, fewer)
+    top = np.array([rate.tokens_per_second for rate in tops])
+    bottom = np.array([rate.tokens_per_second for rate in bottoms])
+    low = high = None
+    if len(top) >= _FEWEST:
+        drawn = np.random.default_rng(0).integers(len(top), size=(10_000, len(top)))
+        ratios = top[drawn].sum(1) / bottom[drawn].sum(1)
+        low, high = (float(end) for end in np.quantile(ratios, (0.025, 0.975)))
+    return Comparison(above, below, streams, float(top.sum() / bottom.sum()), low, high, len(top))
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Which way is better for rollouts of which length.
+
+    Attributes:
+        streams: Sequences generated per sync, at once.
+        tokens: Tokens per sequence at which both take the same time in all; 0 where the merged way is never slower,
+            None where the adapter way never is.
+        sentence: The same, in words.
+    """
+
+    streams: int
+    tokens: float | None
+    sentence: str
+
+
+def break_even(
+    *,
+    adapter_ms: float,
+    merged_ms: float,
+    adapter_rate: float,
+    merged_rate: float,
+    streams: int,
+    adapter: str,
+    merged: str,
+) -> BreakEven:
+    """Where ``sync + streams · length / rate`` of both ways are equal.
+
+    Args:
+        adapter_ms: One sync of the adapter way.
+        merged_ms: One sync of the merged way.
+        adapter_rate: Tokens per second over all streams, served from a slot.
+        merged_rate: The same, served merged.
+        streams: Sequences per sync.
+        adapter: Name of the adapter way.
+        merged: Name of the merged way.
+    """
+    saved_per_token = streams * (1 / adapter_rate - 1 / merged_rate) * 1e3
+    dearer = merged_ms - adapter_ms
+    if dearer <= 0 and saved_per_token >= 0:
+        tokens: float | None = 0.0
+        sentence = f"{merged} is better at any length: its sync is no slower, nor its generation"
+    elif dearer > 0 and saved_per_token <= 0:
+        tokens = None
+        sentence = f"{adapter} is better at any length: its sync is faster, and its generation no slower"
+    else:
+        tokens = dearer / saved_per_token
+        better_long, better_short = (merged, adapter) if saved_per_token > 0 else (adapter, merged)
+        sentence = f"{better_long} is better from {tokens:.1f} tokens per rollout on, {better_short} below"
+    return BreakEven(streams, tokens, sentence)
+
+
+def break_evens(summary: Sequence[Summary], rates: Sequence[Rate]) -> tuple[BreakEven, ...]:
+    """From which rollout length on fold is better than direct, for every number of streams that was measured."""
+    p50 = {item.way: item.p50_ms for item in summary}
+    found = []
+    for streams in sorted({rate.streams for rate in rates}):
+        slot, folded = mean_rate(rates, SLOT, streams), mean_rate(rates, FOLDED, streams)
+        if slot and folded and {"direct", "fold"} <= p50.keys():
+            found.append(
+                break_even(
+                    adapter_ms=p50["direct"],
+                    merged_ms=p50["fold"],
+                    adapter_rate=slot,
+                    merged_rate=folded,
+                    streams=streams,
+                    adapter="direct",
+                    merged="fold",
+                )
+            )
+    return tuple(found)
