@@ -88,7 +88,7 @@ def _maps(server: VLLMServer) -> bool:
 
 def _needs_gpu(server: VLLMServer) -> CapabilityError:
     return CapabilityError(
-        "without a GPU, ipc takes workers that map the trainer's memory and write what lies there, and proofs by digest",
+        "without a GPU, ipc takes workers that map the trainer's memory, write what lies there, and prove it by digest",
         server=server.url,
         expected="a base model on cuda:N, or loraflow's plugin with 'mapped' on the server, and verify != 'canary'",
         hint="start the server with LORAFLOW_FOLD=1, or with the gloo backend for carrier='gloo'",

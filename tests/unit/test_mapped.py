@@ -24,7 +24,6 @@ from loraflow_server.answers import answers
 from loraflow_server.blocks import SHM_DIR
 from loraflow_server.errors import PluginError
 from loraflow_server.mapped import MappedBuffers, check_where
-from loraflow_server.receive import receive
 from loraflow_server.served import ServedWeights
 from loraflow_server.weights_worker import WeightsWorker
 from tests.unit.test_plugin_doors import WEIRD
@@ -259,9 +258,10 @@ def test_memory_that_is_not_the_trainers_is_not_taken(site: Any, monkeypatch: py
     assert not fallen.reached
     assert fallen.stamp() == {}
     assert fallen.send(torch.empty(0), None) == "sent by vLLM"  # type: ignore[comparison-overlap, arg-type]
-    other.close()
+    (SHM_DIR / other.where("flags", 2)["source"]["name"]).unlink()
     with pytest.raises(CapabilityError, match="No such file"):
         make(mapped=other).join()
+    other.close()
     monkeypatch.setattr(served, "request", lambda *_, **__: (_ for _ in ()).throw(LoadError("gone", server="s")))
     with pytest.raises(LoadError, match="gone"):
         make().join()
