@@ -14,7 +14,6 @@ from loraflow.merge import WireTensor
 from loraflow.server import VLLMServer
 from loraflow.transports.groups import GlooGroup, Group, IpcGroup, NcclGroup, address_towards, require_own
 from loraflow.transports.mapped import MappedGroup, TrainerBuffers
-from loraflow.transports.pipeline import buckets_of
 
 if TYPE_CHECKING:
     from loraflow.transports.link import Link
@@ -78,7 +77,9 @@ def shared_memory(
                 raise _needs_gpu(server)
     if not able:
         return None
-    return TrainerBuffers.for_update(buckets_of(tensors, config.bucket_bytes, capped=True), device)
+    sizes = [tensor.nbytes for tensor in tensors]
+    # Whichever of them an update sends: see `plan_buckets`, capped.
+    return TrainerBuffers.for_updates(min(sum(sizes), max(config.bucket_bytes, *sizes)), device)
 
 
 def _maps(server: VLLMServer) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
 from typing import Any, Self
 
 import requests
@@ -73,10 +72,10 @@ class TrainerBuffers:
         }
 
     @classmethod
-    def for_update(cls, buckets: Sequence[Bucket], device: torch.device) -> Self | None:
-        """Buffers for ``buckets``; None where memory of the GPU cannot be shared."""
+    def for_updates(cls, nbytes: int, device: torch.device) -> Self | None:
+        """Buffers of ``nbytes``; None where memory of the GPU cannot be shared."""
         try:
-            return cls(max(bucket.nbytes for bucket in buckets), device)
+            return cls(nbytes, device)
         except CapabilityError as error:
             if device.type != "cuda":
                 raise
