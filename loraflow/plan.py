@@ -282,9 +282,16 @@ def _fold(case: _Case) -> str | None:
 
 
 def _ipc(case: _Case) -> str | None:
+    if case.trainer.device != "cuda":
+        far = _far(case)
+        return (
+            _broadcast(case, "ipc")
+            or (f"{far[0]}: without a GPU, ipc needs trainer and server on one host" if far else None)
+            or _needs(case, "mapped")
+            or ("without a GPU, ipc is proven by digest alone, and verify='canary'" if _canary(case) else None)
+        )
     return (
         _broadcast(case, "ipc")
-        or _needs_cuda(case)
         or _needs_vllm(case)
         or (
             None
@@ -292,6 +299,10 @@ def _ipc(case: _Case) -> str | None:
             else "IPC needs trainer and server on one GPU"
         )
     )
+
+
+def _canary(case: _Case) -> bool:
+    return case.config.verify == "canary"
 
 
 def _nccl(case: _Case) -> str | None:
@@ -360,7 +371,7 @@ _BECAUSE: Mapping[str, str] = {
     "direct": "the adapter goes from shared memory straight into the servers' LoRA slots",
     "filesystem": "the servers load the adapter natively from a shared folder",
     "fold": "the adapter travels, and the servers merge it into their own base weights",
-    "ipc": "merged weights are handed over on the GPU that trainer and server share",
+    "ipc": "merged weights are handed over in memory that trainer and server share",
     "nccl": "merged weights are broadcast from GPU to GPU",
     "gloo": "merged weights are broadcast over the network from host memory",
 }

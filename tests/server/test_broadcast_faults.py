@@ -1,6 +1,7 @@
 """Merged broadcast, killed in the middle: trainers at every phase, then the server; nobody hangs, the next run works.
 
-One server of each way to load, restarted once: vLLM's own, and straight to where the weights are served.
+One server of each way to load, restarted once: vLLM's own, straight to where the weights are served, and the same from
+memory that its worker has mapped (ipc).
 """
 
 from __future__ import annotations
@@ -37,22 +38,25 @@ from loraflow.adapter import take_snapshot
 from loraflow.config import SyncConfig
 from loraflow.policy import Policy
 from loraflow.server import VLLMServer
-from loraflow.transports import broadcast, groups, link
+from loraflow.transports import broadcast, groups, link, mapped
 from tests.helpers.tiny import peft_model, randomize
 
 url, folder, phase = sys.argv[1:]
+server = VLLMServer(url)
+carrier = server.info.weight_transfer
+Group = mapped.MappedGroup if carrier == "ipc" else groups.GlooGroup
 
 def die(*args, **options):
     os._exit(17)
 
 if phase == "handshake":
-    groups.GlooGroup.join = die
+    Group.join = die
 elif phase == "first bucket":
-    groups.GlooGroup.send = die
+    Group.send = die
 elif phase == "second bucket":
-    honest = groups.GlooGroup.send
+    honest = Group.send
     sent = iter([False])
-    groups.GlooGroup.send = lambda *args: honest(*args) if not next(sent, True) else die()
+    Group.send = lambda *args: honest(*args) if not next(sent, True) else die()
 elif phase == "finish":
     link.Link.finish = die
 elif phase in {"pause", "start", "resume"}:
@@ -62,19 +66,18 @@ elif phase in {"pause", "start", "resume"}:
         return die() if path.endswith(tuple(targets)) else ask(self, method, path, **options)
     VLLMServer.request = request
 elif phase == "stall":
-    honest = groups.GlooGroup.send
+    honest = Group.send
     sent = iter([False])
     def stall(*args):
         if next(sent, True):
             print("stalled", flush=True)
             time.sleep(1000)
         return honest(*args)
-    groups.GlooGroup.send = stall
+    Group.send = stall
 
-server = VLLMServer(url)
 model = peft_model(folder, target_modules=["q_proj", "down_proj"])
-config = SyncConfig(carrier="gloo", collective_timeout=10, bucket_bytes=1 << 17)
-transport = broadcast.BroadcastTransport(model, config, "gloo")
+config = SyncConfig(carrier=carrier, collective_timeout=10, bucket_bytes=1 << 17)
+transport = broadcast.BroadcastTransport(model, config, carrier)
 transport.open([server])
 for version in range(2):
     randomize(model, seed=version)
@@ -87,17 +90,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("faults") / "model")
 
 
-WAYS = {"loaded": {}, "straight": {"LORAFLOW_FOLD": "1"}}
+WAYS = {"loaded": {}, "straight": {"LORAFLOW_FOLD": "1"}, "mapped": {"LORAFLOW_FOLD": "1"}}
 PHASES = ["handshake", "pause", "start", "first bucket", "second bucket", "finish", "resume"]
-DEATHS = [*(("straight", phase) for phase in PHASES), ("loaded", "second bucket"), ("loaded", "finish")]
 straight_only = pytest.mark.parametrize("running", ["straight"], indirect=True)
+past_vllm = pytest.mark.parametrize("running", ["straight", "mapped"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=WAYS)
 def running(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    with vllm_server(folder, tmp_path_factory.mktemp(request.param), env=WAYS[request.param]) as found:
+    work, backend = tmp_path_factory.mktemp(request.param), "ipc" if request.param == "mapped" else None
+    with vllm_server(folder, work, env=WAYS[request.param], weight_transfer=backend) as found:
         yield found
 
 
@@ -111,11 +115,18 @@ def answer(server: VLLMServer) -> Any:
     return server.prompt_logprobs(PROMPT, model=server.info.model), greedy.token_ids, greedy.logprobs
 
 
+def opened(server: VLLMServer, model: Any, **options: Any) -> BroadcastTransport:
+    carrier: Any = server.info.weight_transfer
+    config = SyncConfig(carrier=carrier, collective_timeout=TIMEOUT, **options)
+    transport = BroadcastTransport(model, config, carrier)
+    transport.open([server])
+    return transport
+
+
 def a_whole_run(server: VLLMServer, folder: Path, at_start: Any) -> None:
     """What every next run must be able to do: find the base pristine, serve a version, leave the base pristine."""
     model = peft_model(folder, seed=3, target_modules=["q_proj", "v_proj", "o_proj"])
-    transport = BroadcastTransport(model, SyncConfig(carrier="gloo", collective_timeout=TIMEOUT), "gloo")
-    transport.open([server])
+    transport = opened(server, model)
     assert answer(server) == at_start
     (outcome,) = transport.deliver(Policy("next", 0), take_snapshot(model), [server]).servers.values()
     assert outcome.error is None
@@ -126,17 +137,31 @@ def a_whole_run(server: VLLMServer, folder: Path, at_start: Any) -> None:
     assert server.request("GET", "/weight_info")["weight_version"] == PRISTINE
 
 
-@pytest.mark.parametrize(("running", "phase"), DEATHS, indirect=["running"])
-def test_a_trainer_that_dies_leaves_a_usable_server(
-    running: RunningServer, folder: Path, at_start: Any, phase: str
-) -> None:
+def die_in(phase: str, running: RunningServer, folder: Path) -> None:
     command = [sys.executable, "-c", DYING_TRAINER, running.url, str(folder), phase]
     dead = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert dead.returncode == 17, dead.stderr[-2000:]
+
+
+@past_vllm
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_trainer_that_dies_leaves_a_usable_server(
+    running: RunningServer, folder: Path, at_start: Any, phase: str
+) -> None:
+    die_in(phase, running, folder)
     a_whole_run(VLLMServer(running.url), folder, at_start)
 
 
-@straight_only
+@pytest.mark.parametrize("running", ["loaded"], indirect=True)
+@pytest.mark.parametrize("phase", ["second bucket", "finish"])
+def test_a_trainer_that_dies_while_vllm_loads_leaves_a_usable_server(
+    running: RunningServer, folder: Path, at_start: Any, phase: str
+) -> None:
+    die_in(phase, running, folder)
+    a_whole_run(VLLMServer(running.url), folder, at_start)
+
+
+@past_vllm
 def test_a_trainer_that_stalls_holds_the_server_up_for_a_timeout_only(
     running: RunningServer, folder: Path, at_start: Any
 ) -> None:
@@ -158,10 +183,7 @@ def transport(running: RunningServer, folder: Path) -> tuple[Any, BroadcastTrans
     server = VLLMServer(running.url, request_timeout=5)
     model = peft_model(folder)
     # Small buckets: some have left when something fails.
-    config = SyncConfig(carrier="gloo", collective_timeout=TIMEOUT, bucket_bytes=1 << 17)
-    made = BroadcastTransport(model, config, "gloo")
-    made.open([server])
-    return model, made, server
+    return model, opened(server, model, bucket_bytes=1 << 17), server
 
 
 @straight_only
@@ -183,7 +205,7 @@ def test_a_worker_that_cannot_join_ends_the_handshake(
     a_whole_run(server, folder, at_start)
 
 
-@straight_only
+@past_vllm
 def test_a_failed_merge_brings_the_server_back(
     transport: tuple[Any, BroadcastTransport, VLLMServer], at_start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +255,7 @@ def test_a_merge_that_goes_on_failing_is_tried_once_more_and_raised(
     made.close([server])
 
 
-@straight_only
+@past_vllm
 def test_an_interrupt_in_the_middle_of_a_bucket_waits_for_nothing(
     transport: tuple[Any, BroadcastTransport, VLLMServer], at_start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -296,6 +296,21 @@ def test_broadcasts_between_gpus(
             make_plan(spec(), [server], SyncConfig(), trainer)
 
 
+MAPS = replace(FOLDING, plugin=replace(FOLD_PLUGIN, capabilities=frozenset({"mapped"})), weight_transfer="ipc")
+
+
+def test_merged_weights_without_a_gpu_in_shared_memory() -> None:
+    plan = make_plan(spec("dora"), [MAPS], SyncConfig(), LOCAL)
+    assert (plan.carrier, "memory that trainer and server share" in str(plan)) == ("ipc", True)
+    for server, options, trainer, refusal in (
+        (MAPS, {}, TrainerInfo(), "one host"),
+        (MAPS, {"verify": "canary"}, LOCAL, "digest alone"),
+        (replace(MAPS, plugin=None), {}, LOCAL, "'mapped'"),
+    ):
+        with pytest.raises(CapabilityError, match=refusal):
+            make_plan(spec("dora"), [server], SyncConfig(**options), trainer)
+
+
 @pytest.mark.parametrize(
     ("way", "local", "capabilities", "said"),
     [
