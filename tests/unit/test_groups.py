@@ -15,7 +15,7 @@ from loraflow.config import SyncConfig
 from loraflow.errors import ConfigError
 from loraflow.launch import free_port
 from loraflow.server import VLLMServer
-from loraflow.transports import broadcast
+from loraflow.transports import carriers
 from loraflow.transports.broadcast import BroadcastTransport
 from loraflow.transports.groups import GlooGroup, address_towards, require_own
 from loraflow.transports.wire import Bucket
@@ -78,7 +78,7 @@ def test_what_no_worker_could_connect_to_is_refused(host: str) -> None:
 
 
 def test_each_server_has_its_own_port_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "GlooGroup", lambda address, port, world, timeout: (address, port))
+    monkeypatch.setattr(carriers, "GlooGroup", lambda address, port, world, timeout: (address, port))
     made = BroadcastTransport(torch.nn.Linear(1, 1), SyncConfig(group_port=65534), "gloo")
     servers = [VLLMServer(f"http://127.0.0.1:{port}") for port in (8000, 8001, 8002)]
     links = [made._link(server) for server in (servers[0], servers[1], servers[0])]  # the first is connected anew
