@@ -96,7 +96,11 @@ class _Copied:
         self._words, self._number = words, number
 
     def done(self) -> bool:
-        return int(self._words[1:].min()) >= self._number
+        slowest = int(self._words[1:].min())
+        if slowest < 0:
+            self._words[0] = -1  # the others wait for no more then
+            raise RuntimeError("a worker has given up on the update")
+        return slowest >= self._number
 
 
 class MappedGroup(Group):
@@ -149,6 +153,7 @@ class MappedGroup(Group):
         self.reached = reason is None
         if reason is None:
             return
+        self.leave()
         if self._loaded is None:
             raise CapabilityError(
                 f"a worker does not reach the trainer's memory: {reason}",

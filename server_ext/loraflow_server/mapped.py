@@ -3,9 +3,9 @@
 The memory is a few buffers of ``stride`` bytes, one behind another, on the GPU that both use (CUDA IPC) or in shared
 memory of the host; a token of 16 bytes follows them. Beside it lie flags in shared memory, int64 words: first the
 number of the newest bucket that may be read (negative: none will come any more), then one for each worker, the newest
-that it has copied. Buckets are numbered for as long as the flags live; those of an update take the buffers in turn.
-The trainer fills a buffer again once every worker has copied what was in it, and tells of a bucket once its GPU is done
-with it: so neither side's device ever waits for the other's.
+that it has copied (negative: it has given up). Buckets are numbered for as long as the flags live; those of an update
+take the buffers in turn. The trainer fills a buffer again once every worker has copied what was in it, and tells of a
+bucket once its GPU is done with it: so neither side's device ever waits for the other's.
 """
 
 from __future__ import annotations
@@ -114,6 +114,11 @@ class MappedBuffers:
     def buffer(self, number: int) -> torch.Tensor:
         """One of them; uint8, shape (stride,)."""
         return self._memory[number * self.where.stride : (number + 1) * self.where.stride]
+
+    def give_up(self) -> None:
+        """Tell the trainer that this worker copies no more, and unmap them."""
+        self._flags.words[1 + self._worker] = -1
+        self.close()
 
     def close(self) -> None:
         """Unmap them, once what was launched is done with them."""

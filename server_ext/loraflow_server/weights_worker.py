@@ -71,7 +71,9 @@ class WeightsWorker(GroupWorker):
         try:
             receive(self._loraflow_line(coming, timeout), coming, served, model)
         except BaseException:
-            self._loraflow_let_go()
+            mapped: MappedBuffers | None = self.__dict__.pop("_loraflow_mapped", None)
+            if mapped is not None:
+                mapped.give_up()
             raise
         return {"sums": served.sums(model)}
 

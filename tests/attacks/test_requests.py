@@ -34,6 +34,8 @@ ROUTES = [
     ("POST", "/weights/layout"),
     ("POST", "/weights/sums"),
     ("POST", "/weights/receive"),
+    ("POST", "/weights/map"),
+    ("POST", "/weights/unmap"),
     ("POST", "/weights/call_off"),
     ("POST", "/pause"),
     ("POST", "/hold"),

@@ -22,6 +22,7 @@ from loraflow.transports.pipeline import send
 from loraflow_server import mapped
 from loraflow_server.answers import answers
 from loraflow_server.blocks import SHM_DIR
+from loraflow_server.engine import answers_of
 from loraflow_server.errors import PluginError
 from loraflow_server.mapped import MappedBuffers, check_where
 from loraflow_server.served import ServedWeights
@@ -233,18 +234,21 @@ def test_a_trainer_that_has_gone_is_noticed_by_its_call(site: Any, tmp_path: Pat
     assert time.monotonic() - began < 2
 
 
-def test_a_worker_that_cannot_write_copies_no_more_and_holds_nobody_up(site: Any) -> None:
+def test_a_worker_that_gives_up_holds_nobody_up(site: Any) -> None:
     served, buffers, make = site
     group = make()
     group.join()
     served.workers[1].model.qk.data = torch.zeros(4, 8)
     weights, buckets, _ = packed(torch.float32, 1)
-    moved = served.receive(body(group, buckets))
-    errors: dict[str, Exception] = {}
-    send([link_of(group, 0.5)], buckets, iter(weights.items()), errors, buffers=buffers.views)
-    first, second = moved()
-    assert (first.keys(), second["error"]["code"]) == ({"error"}, "moved") or "ok" in first
-    assert list(errors) == ["http://here"]
+    wait = served.receive(body(group, buckets), timeout=60.0)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="given up"):
+        send([link_of(group)], buckets, iter(weights.items()), {}, buffers=buffers.views)
+    found = wait()
+    assert time.monotonic() - began < 2
+    assert [answer["error"]["code"] for answer in found] == ["called_off", "moved"]
+    with pytest.raises(PluginError, match="another layout"):  # the one that says why
+        answers_of(found, 0)
 
 
 def test_memory_that_is_not_the_trainers_is_not_taken(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +257,7 @@ def test_memory_that_is_not_the_trainers_is_not_taken(site: Any, monkeypatch: py
     other.token = "00" * 16
     with pytest.raises(CapabilityError, match="other memory of that name"):
         make(mapped=other).join()
+    assert all("_loraflow_mapped" not in worker.__dict__ for worker in served.workers)
     fallen = make(mapped=other, loaded=SimpleNamespace(close=lambda: None, send=lambda *_: "sent by vLLM"))
     fallen.join()
     assert not fallen.reached
