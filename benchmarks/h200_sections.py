@@ -277,6 +277,8 @@ def grpo_steps(session: Session, options: argparse.Namespace) -> Report:
             session.tell(f"{way} FAILED: {failures[-1].traceback[-1500:]}")
             if isinstance(error, OutOfTime):
                 break
+    if not cpu and (options.ways is None or "stock-merged" in options.ways):
+        session.stop_servers()  # its merge and unmerge have moved the base, which later sections would refuse
     return session.report("grpo", None, [], checks=checks, failures=tuple(failures))
 
 

@@ -9,14 +9,14 @@ import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from typing_extensions import override
 
 from loraflow.store_backend import VERSION, Backend, Sealer, elapsed_ms, hash_files
 from loraflow.store_manifest import MANIFEST_NAME
-from loraflow.store_spare import Spare, link_unnamed
+from loraflow.store_spare import Pages, Spare
 
 __all__ = ["LocalRun"]
 
@@ -157,19 +157,21 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write(path: Path, parts: Sequence[memoryview], unnamed: int | None = None) -> None:
-    """Write a new file through to the disk; into ``unnamed``, a descriptor to be closed, where that is given."""
-    descriptor = unnamed
-    if descriptor is None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+def _write(path: Path, parts: Sequence[memoryview], pages: Pages | None = None) -> None:
+    """Write a new file through to the disk; in ``pages``, which are closed then, where those are given."""
+    if pages is not None:
+        with closing(pages):
+            pages.fill(parts)
+            os.fsync(pages.descriptor)
+            pages.link(path)
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         pending = [part for part in parts if part.nbytes]
         while pending:
             written = os.writev(descriptor, pending[:_PARTS_PER_CALL])
             pending = _after(pending, written)
         os.fsync(descriptor)
-        if unnamed is not None:
-            link_unnamed(descriptor, path)
     finally:
         os.close(descriptor)
 

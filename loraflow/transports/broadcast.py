@@ -125,8 +125,8 @@ class BroadcastTransport(NotAnnounced):
             check_alignment(plan_buckets(self._source.announce(self._source.weights), self._config.bucket_bytes))
         self._states = {server.url: _State(self._link(server)) for server in servers}
         if self.name == "ipc" and (self._only_straight or self._config.verify != "canary"):
-            names = self._source.weights if self._only_straight else self.touched_tensors
-            self._mapped = shared_memory(servers, self._source.announce(names), self._config, self._device)
+            tensors = self._source.announce(self._source.weights)  # all of them: a base that was left is sent whole
+            self._mapped = shared_memory(servers, tensors, self._config, self._device)
         try:
             self._connect(servers)
         except BaseException:
@@ -421,7 +421,7 @@ class BroadcastTransport(NotAnnounced):
     def _layouts_of(self, links: Sequence[Link], names: Sequence[str]) -> dict[str, WeightLayout]:
         """Where servers serve ``names``, by URL; where they serve what an update touches, if those are others."""
         found = {link.server.url: self._states[link.server.url].layout for link in links}
-        if self._only_straight and set(names) != set(self.touched_tensors):
+        if self._mapped is not None and set(names) != set(self.touched_tensors):
             found = {link.server.url: self._agree(link.server, names) for link in links}
         return {url: layout for url, layout in found.items() if layout is not None}
 

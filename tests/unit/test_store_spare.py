@@ -16,7 +16,7 @@ from loraflow import store_local, store_spare
 from loraflow.errors import PublishError
 from loraflow.policy import Policy
 from loraflow.store import AdapterStore
-from loraflow.store_spare import Spare, in_memory
+from loraflow.store_spare import Pages, Spare, in_memory
 
 SHM = Path("/dev/shm")
 MB = 1 << 20
@@ -40,6 +40,12 @@ def descriptors() -> set[str]:
     return {path.name for path in Path("/proc/self/fd").iterdir()}
 
 
+def taken_from(spare: Spare) -> Pages:
+    pages = spare.take(MB)
+    assert pages is not None
+    return pages
+
+
 def is_open(descriptor: int) -> bool:
     try:
         os.fstat(descriptor)
@@ -51,7 +57,7 @@ def is_open(descriptor: int) -> bool:
 def test_versions_through_a_spare_hold_their_own_content_in_files_of_their_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[int | None] = []
+    taken: list[Pages | None] = []
     take = Spare.take
     monkeypatch.setattr(Spare, "take", lambda self, size: (taken.append(take(self, size)), taken[-1])[1])
     before = descriptors()
@@ -67,7 +73,7 @@ def test_versions_through_a_spare_hold_their_own_content_in_files_of_their_own(
         assert all(path.stat().st_nlink == 1 for path in paths)
         for version in range(3):
             store.verify(Policy("run", version))
-        assert [taken[0] is None, *(number is not None for number in taken[2::2])] == [True, True, True]
+        assert [taken[0] is None, *(pages is not None for pages in taken[2::2])] == [True, True, True]
         assert taken[1::2] == [None] * 3  # small files have none
     assert descriptors() <= before
 
@@ -75,9 +81,7 @@ def test_versions_through_a_spare_hold_their_own_content_in_files_of_their_own(
 def test_modes_follow_the_umask(folder: Path) -> None:
     spare = Spare(folder)
     spare.prepare(MB)
-    descriptor = spare.take(MB)
-    assert descriptor is not None
-    store_local._write(folder / "x", [memoryview(b"a" * MB)], descriptor)
+    store_local._write(folder / "x", [memoryview(b"a" * MB)], taken_from(spare))
     umask = os.umask(0)
     os.umask(umask)
     assert stat.S_IMODE((folder / "x").stat().st_mode) == 0o666 & ~umask
@@ -87,24 +91,39 @@ def test_a_name_that_is_there_is_not_written_over(folder: Path) -> None:
     (folder / "x").write_bytes(b"mine")
     spare = Spare(folder)
     spare.prepare(MB)
-    descriptor = spare.take(MB)
-    assert descriptor is not None
+    pages = taken_from(spare)
     with pytest.raises(FileExistsError):
-        store_local._write(folder / "x", [memoryview(b"a" * MB)], descriptor)
+        store_local._write(folder / "x", [memoryview(b"a" * MB)], pages)
     assert (folder / "x").read_bytes() == b"mine"
-    assert not is_open(descriptor)
+    assert not is_open(pages.descriptor)
+
+
+def test_parts_of_any_size_are_written_one_after_the_other(folder: Path) -> None:
+    """Small and read-only ones, and large ones that torch copies; a file ends in the middle of a page."""
+    parts = [b"header", content(1, 2 * MB), bytearray(content(2, MB + 3)), bytearray(b"tail"), b""]
+    whole = b"".join(parts)
+    spare = Spare(folder)
+    spare.prepare(len(whole))
+    pages = spare.take(len(whole))
+    assert pages is not None
+    store_local._write(folder / "x", [memoryview(part) for part in parts], pages)
+    assert (folder / "x").read_bytes() == whole
+    assert not is_open(pages.descriptor)
+    assert pages._memory is None  # nothing can be written to it any more
+    assert str(folder) not in Path("/proc/self/maps").read_text()
 
 
 def test_it_is_allocated_ahead_and_given_back(folder: Path) -> None:
     spare = Spare(folder)
     spare.prepare(16 * MB)
     spare._wait()
-    descriptor = spare._descriptor
+    assert spare._pages is not None
+    descriptor = spare._pages.descriptor
     assert spare.bytes == 16 * MB
     assert os.fstat(descriptor).st_blocks * 512 == 16 * MB
     assert list(folder.iterdir()) == []  # it has no name
     spare.prepare(16 * MB)
-    assert spare._descriptor == descriptor  # one is enough
+    assert spare._pages.descriptor == descriptor  # one is enough
     assert spare.take(32 * MB) is None  # another size: it is let go
     assert spare.bytes == 0
     assert not is_open(descriptor)
@@ -112,7 +131,8 @@ def test_it_is_allocated_ahead_and_given_back(folder: Path) -> None:
     spare.prepare(2 * MB)
     assert spare.bytes == 2 * MB
     spare._wait()
-    descriptor = spare._descriptor
+    assert spare._pages is not None
+    descriptor = spare._pages.descriptor
     assert os.fstat(descriptor).st_blocks * 512 == 2 * MB
     del spare  # nobody closed it
     assert not is_open(descriptor)
