@@ -76,6 +76,13 @@ def serve(
     merged: Annotated[
         bool, typer.Option("--merged", help="No LoRA slots: weights are folded or broadcast, generation is faster.")
     ] = False,
+    weight_transfer: Annotated[
+        Literal["nccl", "gloo", "ipc"] | None,
+        typer.Option(
+            help="How merged weights are broadcast: nccl from another GPU (the default on a GPU), gloo (on a CPU), or "
+            "ipc where trainer and server share a GPU."
+        ),
+    ] = None,
     axolotl: Annotated[Path | None, typer.Option(help="Take everything from an Axolotl config file.")] = None,
     print_command: Annotated[bool, typer.Option("--print-command", help="Only print the command.")] = False,
     json: Json = False,
@@ -105,6 +112,7 @@ def serve(
                 adapter_root=adapter_root or default_adapter_root(),
                 host=host,
                 port=port,
+                weight_transfer=weight_transfer,
                 extra=extra,
             )
         command = serve_command(options)
@@ -125,7 +133,7 @@ def _refuse_unread(context: typer.Context, *, merged: bool, axolotl: Path | None
         name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     }
     if axolotl is not None:
-        unread = given & {"max_lora_rank", "max_staleness", "adapter_root", "host", "port", "merged"}
+        unread = given & {"max_lora_rank", "max_staleness", "adapter_root", "host", "port", "merged", "weight_transfer"}
         names = sorted(f"--{name.replace('_', '-')}" for name in unread) + ([f"the model {model}"] if model else [])
         if names:
             raise ConfigError(

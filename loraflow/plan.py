@@ -327,7 +327,10 @@ def _broadcast(case: _Case, backend: str) -> str | None:
         if not server.dev_mode:
             return f"{server.url}: weight-transfer routes need VLLM_SERVER_DEV_MODE=1"
         if server.weight_transfer != backend:
-            return f"{server.url}: was started with weight-transfer backend {server.weight_transfer!r}, not {backend!r}"
+            return (
+                f"{server.url}: was started with weight-transfer backend {server.weight_transfer!r}, not {backend!r} "
+                f"(`loraflow serve --weight-transfer {backend}`)"
+            )
         if not server.takes_checkpoints:
             return f"{server.url}: vLLM {server.vllm_version} loads no merged weights with --enable-lora; 0.28 does"
     return None

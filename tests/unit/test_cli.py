@@ -81,6 +81,14 @@ def test_serve_prints_the_command() -> None:
     assert answer["env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
 
 
+@pytest.mark.parametrize("backend", ["ipc", "nccl", "gloo"])
+def test_serve_takes_the_way_of_merged_broadcasts(backend: str) -> None:
+    code, answer, _ = run("serve", "some/model", "--merged", "--weight-transfer", backend, "--print-command")
+    assert code == 0
+    argv = answer["argv"]
+    assert json.loads(argv[argv.index("--weight-transfer-config") + 1]) == {"backend": backend}
+
+
 def test_serve_without_a_model() -> None:
     code, answer, _ = run("serve", "--print-command")
     assert code == 1
@@ -121,6 +129,7 @@ def test_unknown_option_is_a_usage_error() -> None:
         ("plan",),
         ("push", "x", "--server", "http://127.0.0.1:9", "--transport", "teleport"),
         ("serve", "m", "--port", "70000"),
+        ("serve", "m", "--weight-transfer", "pigeon"),
         ("serve", "m", "--max-staleness", "-1"),
         ("bench", "--repeats", "0"),
         ("demo", "--steps", "0"),
