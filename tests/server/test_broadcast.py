@@ -296,14 +296,14 @@ def test_a_broadcast_that_never_completes_ends(
         def done(self) -> bool:
             return False
 
-    transport = site.open(model, collective_timeout=4.0)
+    transport = site.open(model, collective_timeout=7.0)  # joining may wait 5 s for a name server
     honest = carrier.send
     stuck = iter([True])
     monkeypatch.setattr(carrier, "send", lambda *a: Never() if next(stuck, False) else honest(*a))
     begin = time.monotonic()
     with pytest.raises(LoraflowError, match="'broadcast'"):
         site.deliver(transport, model, 0)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 20
     assert (site.version, site.answers()) == (PRISTINE, site.at_start)
     site.deliver(transport, model, 1)
     site.assert_serves(model)

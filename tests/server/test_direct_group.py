@@ -39,7 +39,7 @@ from loraflow.transports.group_way import GroupOptions, GroupWay
 
 how = json.loads(sys.argv[1])
 server = VLLMServer(how.pop("url"))
-device, options = torch.device(how.pop("device", "cpu")), GroupOptions(timeout=how.pop("timeout", 5.0))
+device, options = torch.device(how.pop("device", "cpu")), GroupOptions(timeout=how.pop("timeout", 9.0))
 way = GroupWay(server, how.pop("workers"), device, options, 0)
 way.join()
 source = {"kind": "broadcast", "group": way._name, "nbytes": how.pop("nbytes"), **how.pop("announced", {})}
@@ -122,7 +122,7 @@ def test_a_trainer_that_dies_in_a_broadcast_leaves_a_server_that_goes_on(
             child.send_signal(how)
             began = time.monotonic()
             assert len(served(server, server.info.model)) == len(PROMPT) - 1  # waits as long as the engine does
-            assert time.monotonic() - began < 8  # seconds: its timeout is 5
+            assert time.monotonic() - began < 14  # seconds: its timeout is 9
             assert policy.name not in {item.id for item in server.models()}
             transport = DirectTransport(store, spec, way="broadcast")
             transport.open([server])
@@ -242,7 +242,7 @@ def test_syncs_are_announced_while_requests_run(lora_server: RunningServer, tiny
 def test_a_server_that_is_killed_is_told_in_time(tp2_server: RunningServer, tiny_model: Path) -> None:
     server, model = VLLMServer(tp2_server.url), peft_model(tiny_model, r=8, std=0.2)
     with store_of(tp2_server) as store:
-        options = GroupOptions(timeout=5.0)
+        options = GroupOptions(timeout=9.0)
         transport = DirectTransport(store, AdapterSpec.from_model(model), way="broadcast", groups=options)
         transport.open([server])
         tp2_server.process.stop()
@@ -251,4 +251,4 @@ def test_a_server_that_is_killed_is_told_in_time(tp2_server: RunningServer, tiny
         assert isinstance(outcome.error, LoraflowError)
         assert server.url in str(outcome.error)
         transport.close([])
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 20

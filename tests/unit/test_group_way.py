@@ -33,7 +33,7 @@ from tests.helpers.tiny import peft_model
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.filterwarnings("ignore")
-QUICK = GroupOptions(timeout=3.0)
+QUICK = GroupOptions(timeout=8.0)  # joining may wait 5 s for a name server that does not answer
 JOIN = {"backend": "gloo", "address": "127.0.0.1", "port": 1, "world_size": 2, "timeout": 1}
 
 
@@ -136,7 +136,7 @@ def test_joining_ends() -> None:
     with pytest.raises(PluginError) as refused:
         lines.join("g", Meeting("nccl", "127.0.0.1", 1, 1, 2, 1.0, 1.0))
     assert refused.value.code == "no_gpu"
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 2 * QUICK.timeout
     group.close()
 
 
@@ -226,7 +226,7 @@ def test_a_payload_that_does_not_come_ends_the_group_and_the_next_joins_anew(
     with pytest.raises(HTTPFailure, match="did not come") as late:
         PluginClient(server.request).direct(f"{store.run_id}-v9", **how)
     assert late.value.status == 504
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 2 * QUICK.timeout
     assert way._name not in host.worker.loraflow_payloads().lines._lines
     with pytest.raises(HTTPFailure, match="join again"):
         PluginClient(server.request).direct(f"{store.run_id}-v9", **how)
@@ -359,7 +359,7 @@ def test_a_server_that_is_gone_is_told_at_once(host: LoraHost, tmp_path: Path, s
         [server], snapshot, transport._ways.put(torch.zeros(snapshot.nbytes, dtype=torch.uint8), [server])
     )[url]
     assert isinstance(outcome.error, LoraflowError)
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 2 * QUICK.timeout
     transport._ways.close()
 
 
