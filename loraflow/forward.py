@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeAlias
@@ -22,6 +22,8 @@ from loraflow.verify import Expected, Prover
 __all__ = ["Forward", "Wanted", "deliver_with", "forward_for", "unless_failed"]
 
 Outcome: TypeAlias = tuple[SyncRecord, Exception | None]
+_NOTICED = 0.1
+"""Seconds after which an interrupt is noticed: one that comes just before a wait does not end it."""
 
 
 class Forward:
@@ -56,6 +58,8 @@ class Forward:
                 moving = thread.submit(delivery)
                 with suppress(Exception):  # told in what is returned
                     self._make()
+                while not moving.done():
+                    wait([moving], _NOTICED)
                 record, error = moving.result()
             except BaseException as interrupt:
                 self._broken_off = True
