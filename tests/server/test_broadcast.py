@@ -192,8 +192,7 @@ def test_withdraw_of_the_first_serves_the_base(site: Site, build: Callable[..., 
 def test_a_server_left_merged_is_restored_for_the_next_run(site: Site, build: Callable[..., Any]) -> None:
     dead = site.open(peft_model(site.running.model, target_modules=["o_proj", "down_proj"]))
     site.deliver(dead, dead._model, 0, run="dead")
-    for state in dead._states.values():
-        state.link.close_group()  # the trainer is gone; nothing was restored
+    dead._free()  # the trainer is gone; nothing was restored
     assert site.answers() != site.at_start
     build(target_modules=["q_proj"])
     assert (site.version, site.answers()) == (PRISTINE, site.at_start)
