@@ -202,7 +202,8 @@ def _with_generation(session: Session, report: Report, kind: str, ways: Sequence
     cpu = session.settings.device.type == "cpu"
     serving = Serving(
         session,
-        window=4.0 if cpu else 6.0,
+        window=2.5 if cpu else 6.0,
+        settle=1.0 if cpu else 2.0,
         streams=_CPU_STREAMS if cpu else _GPU_STREAMS,
         tokens=(16, 32) if cpu else (128, 256),
         rates=list(report.generation),
