@@ -8,58 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from loraflow.adapter import take_snapshot
 from loraflow.errors import AdapterError, LoraflowError
-from loraflow.policy import Policy, new_run_id
+from loraflow.policy import Policy
 from loraflow.server import VLLMServer
 from loraflow.store import AdapterStore
 from loraflow.transports.base import Delivered
 from loraflow.transports.direct import DirectTransport
-from loraflow.transports.group_way import GroupOptions, GroupWay
+from loraflow.transports.group_way import GroupWay
 from loraflow_server import group_flag
 from loraflow_server.group_flag import GroupFlag
-from tests.helpers.lora_worker import LoraHost, lora_host
+from tests.helpers.lora_worker import LoraHost
 from tests.helpers.plugin_server import plugin_server
-from tests.helpers.tiny import peft_model
+from tests.unit.test_group_way import QUICK, host, root, snapshot, store, url
+
+__all__ = ["host", "root", "snapshot", "store", "url"]  # fixtures
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.filterwarnings("ignore")
-QUICK = GroupOptions(timeout=8.0)  # joining may wait 5 s for a name server that does not answer
-
-
-@pytest.fixture(scope="module")
-def host(tiny_model: Path) -> Iterator[LoraHost]:
-    with lora_host(tiny_model, dtype="bfloat16") as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("adapters")
-
-
-@pytest.fixture(scope="module")
-def url(host: LoraHost, root: Path) -> Iterator[str]:
-    with plugin_server(host, root) as found:
-        yield found
 
 
 @pytest.fixture
 def server(url: str) -> VLLMServer:
     return VLLMServer(url)
-
-
-@pytest.fixture
-def store(root: Path) -> Iterator[AdapterStore]:
-    with AdapterStore(str(root), new_run_id(), retain=3, grace_period=0.0) as made:
-        yield made
-
-
-@pytest.fixture
-def snapshot(tiny_model: Path) -> Any:
-    return take_snapshot(peft_model(tiny_model, std=0.2), dtype=torch.bfloat16)
 
 
 @pytest.fixture
