@@ -103,7 +103,8 @@ class AdapterSpec:
             dtype: Of the tensors.
         """
         if dtype not in self._heads:
-            self._heads[dtype] = build_header(self.shapes, dtype), json.dumps(self.config, indent=2).encode()
+            shapes = dict(sorted(self.shapes.items()))  # as `AdapterSnapshot.flat` has them
+            self._heads[dtype] = build_header(shapes, dtype), json.dumps(self.config, indent=2).encode()
         return self._heads[dtype]
 
     @cached_property

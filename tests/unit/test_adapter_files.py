@@ -149,6 +149,16 @@ def test_a_header_larger_than_allowed_is_not_read(tmp_path: Path) -> None:
         read_header(tmp_path / TENSOR_FILE)
 
 
+def test_every_tensor_lies_where_the_header_says_whatever_the_order_of_the_shapes(tmp_path: Path) -> None:
+    shapes = {"b.lora_B.weight": (3, 2), "a.lora_A.weight": (2, 4)}  # not sorted, as the values are
+    flat = torch.arange(14.0)
+    tensors = {"a.lora_A.weight": flat[:8].view(2, 4), "b.lora_B.weight": flat[8:].view(3, 2)}
+    spec = AdapterSpec({"r": 2}, shapes, frozenset(), 2, {})
+    write_adapter(AdapterSnapshot(spec, flat, tensors), tmp_path)
+    found = load_file(tmp_path / TENSOR_FILE)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
 def test_a_version_is_never_written_over(tmp_path: Path) -> None:
     snapshot = snapshot_of({"a": (2,)})
     write_adapter(snapshot, tmp_path)
