@@ -130,7 +130,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("outputs/h200"))
     parser.add_argument("--sections", default="direct,same,fold", help=", ".join(SECTIONS))
     parser.add_argument(
-        "--ways", type=lambda s: s.split(","), help="of direct, fold, tp2 and grpo; all where not given"
+        "--ways",
+        type=lambda s: s.split(","),
+        help="of direct, fold, tp2 and grpo, and in generation with syncs; all where not given",
     )
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu", help="the trainer's")
     parser.add_argument("--server-gpu", default="0", help="the servers' GPU")
@@ -151,14 +153,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pause", type=float, default=0.4)
     parser.add_argument("--window", type=float, default=4.0, help="seconds of a generation window")
     parser.add_argument("--settle", type=float, default=1.5, help="seconds before each, that count for nothing")
-    parser.add_argument("--sync-turns", type=int, default=10, help="windows with syncs, and as many without")
+    parser.add_argument("--sync-turns", type=int, default=10, help="windows of a slot with syncs, and as many without")
+    parser.add_argument("--folded-sync-turns", type=int, default=4, help="the same, of folded weights")
     parser.add_argument("--streams", type=lambda s: tuple(map(int, s.split(","))), default=(64, 256))
+    parser.add_argument("--sync-streams", type=int, default=64, help="streams in windows with syncs")
     parser.add_argument("--tokens", type=lambda s: tuple(map(int, s.split(","))), default=(128, 256))
     parser.add_argument("--generation-rounds", type=int, default=4, help="turns of base, slot, untouched, folded")
     parser.add_argument("--utilization", type=float, default=0.25)
     parser.add_argument("--kv-cache-gb", type=float, default=0.0, help="of each server; for --servers")
     parser.add_argument(
         "--servers", type=lambda s: s.split(","), default=[], help="start these (lora, plain) at once, beforehand"
+    )
+    parser.add_argument(
+        "--pin", action="store_true", help="give engines, API servers and the trainer cores of their own"
     )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--port", type=int, help="first of the servers' ports")

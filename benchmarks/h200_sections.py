@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pinning import pin
 
 from loraflow.bench.compare import break_evens, comparisons
 from loraflow.bench.presets import draw_policy
@@ -115,15 +116,27 @@ def same(session: Session, _: argparse.Namespace, tensor_parallel: int = 1) -> R
 def generation(session: Session, options: argparse.Namespace) -> Report:
     """Tokens per second of every way of serving, in turns; then with a sync each second and without, in turns."""
     serving = Serving(
-        session, options.window, options.streams, options.tokens, turns=options.sync_turns, settle=options.settle
+        session,
+        options.window,
+        options.streams,
+        options.sync_streams,
+        options.tokens,
+        turns=options.sync_turns,
+        settle=options.settle,
     )
     cpu = session.settings.device.type == "cpu"  # one server at a time there
+    checks = {}
+    if options.pin and not cpu:
+        checks["processors"] = pin(session.process(kind).pid for kind in ("lora", "plain"))
     try:
         for turn in range(1 if cpu else options.generation_rounds):
             for part in (serving.slots, serving.folded)[:: 1 if turn % 2 == 0 else -1]:
                 part()
-        serving.slots_syncing()
-        serving.folded_syncing()
+        if options.ways is None or "direct" in options.ways:
+            serving.slots_syncing()
+        if options.ways is None or "fold" in options.ways:
+            serving.turns = options.folded_sync_turns
+            serving.folded_syncing()
     except OutOfTime as error:  # what was measured counts
         serving.failures.append(Failure.of("generation", error))
     report = session.report(
@@ -132,6 +145,7 @@ def generation(session: Session, options: argparse.Namespace) -> Report:
         serving.samples,
         generation=tuple(serving.rates),
         comparisons=comparisons(serving.rates),
+        checks=checks,
         failures=tuple(serving.failures),
     )
     return replace(report, break_even=break_evens(report.summary, report.generation))
@@ -286,7 +300,7 @@ SECTIONS: dict[str, tuple[Callable[[Session, argparse.Namespace], Report], int]]
     "direct": (direct, 300),
     "stock": (stock, 240),
     "same": (same, 240),
-    "generation": (generation, 560),
+    "generation": (generation, 900),
     "fold": (fold, 300),
     "fold7b": (fold, 540),
     "nccl": (nccl, 300),

@@ -88,17 +88,21 @@ def generation_rates(
         seconds: Length of a window.
         vocabulary: Prompts are random ids below it, so that no prefix is cached.
         tokens: Each request asks for a number of tokens in this range, so that the streams do not beat in time.
-        settle: Seconds of each arm before its window, that count for nothing: requests of the arm before end in it.
+        settle: Seconds before the window of an arm that follows another, that count for nothing: requests of the arm
+            before end in it.
 
     Yields:
         Each window, once it has ended.
     """
     load = Streams.to(url, streams=streams, vocabulary=vocabulary, tokens=tokens)
     with VLLMServer(url) as watcher, load as requests:
+        last = None
         for arm in arms:
             requests.ask(arm.target())
-            _pass(settle, arm, requests)
-            requests.ask(arm.target())  # what failed before does not count
+            if arm.name != last:
+                _pass(settle, arm, requests)
+                requests.ask(arm.target())  # what failed before does not count
+            last = arm.name
             before, began, clock = _count(watcher), time.perf_counter(), time.time()
             syncs, failed = _pass(seconds, arm, requests)
             after, ended = _count(watcher), time.perf_counter()
@@ -109,7 +113,7 @@ def generation_rates(
 def _pass(seconds: float, arm: Arm, requests: Streams) -> tuple[int, int]:
     """Let so many seconds go by, with the arm's syncs; how many there were, and requests that failed meanwhile."""
     began, failed = time.perf_counter(), 0
-    syncs = int(seconds) if arm.sync is not None else 0
+    syncs = round(seconds) if arm.sync is not None else 0
     for number in range(syncs):
         _sleep_until(began + number + 0.5)
         assert arm.sync is not None  # noqa: S101 - there are none without

@@ -205,6 +205,7 @@ def _with_generation(session: Session, report: Report, kind: str, ways: Sequence
         window=2.5 if cpu else 6.0,
         settle=1.0 if cpu else 2.0,
         streams=_CPU_STREAMS if cpu else _GPU_STREAMS,
+        sync_streams=(_CPU_STREAMS if cpu else _GPU_STREAMS)[0],
         tokens=(16, 32) if cpu else (128, 256),
         rates=list(report.generation),
     )

@@ -70,6 +70,8 @@ def make_server(spec: ServerSpec) -> ServerProcess:
     if not cpu:
         extra += ["--gpu-memory-utilization", str(spec.utilization)]
         extra += [] if spec.kv_cache_bytes is None else ["--kv-cache-memory-bytes", str(spec.kv_cache_bytes)]
+    if not spec.stock:
+        extra += ["--enable-scale-out"]  # requests of token ids: see `loraflow.bench.streams`
     if spec.tensor_parallel > 1:
         extra += ["--tensor-parallel-size", str(spec.tensor_parallel)]
     port = spec.port or free_port()

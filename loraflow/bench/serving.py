@@ -14,7 +14,7 @@ from typing import Any
 
 from loraflow.bench.compare import BASE, FOLDED, SLOT, SYNCING, TWO_SLOTS, UNTOUCHED
 from loraflow.bench.generation import Arm, Rate, generation_rates
-from loraflow.bench.presets import draw_policy
+from loraflow.bench.presets import draw_policy, nudge_policy
 from loraflow.bench.scenarios import Failure, LoraflowWay, Sample
 from loraflow.bench.session import Session
 from loraflow.bench.streams import Asked
@@ -22,6 +22,8 @@ from loraflow.errors import LoraflowError
 from loraflow.server import VLLMServer
 
 __all__ = ["Serving"]
+
+_TWO_SLOTS_EACH = 3
 
 
 @dataclass
@@ -34,9 +36,10 @@ class Serving:
     Attributes:
         session: The run.
         window: Seconds of a window.
-        streams: Numbers of requests under way to try; the first is measured with syncs too.
+        streams: Numbers of requests under way to try without syncs.
+        sync_streams: The number to try with syncs.
         tokens: Range of tokens per request.
-        turns: How often each arm of a comparison with syncs gets its turn.
+        turns: How often arms of a comparison with syncs get their turn; two versions at once in each third.
         settle: Seconds before each window.
         rates: Every window.
         samples: Every sync: alone on the server, and while it generates.
@@ -46,6 +49,7 @@ class Serving:
     session: Session
     window: float
     streams: tuple[int, ...]
+    sync_streams: int
     tokens: tuple[int, int]
     turns: int = 2
     settle: float = 2.0
@@ -88,10 +92,12 @@ class Serving:
             self._idle(way)
             target = _policy_of(way)
             arms = [Arm(served, target), Arm(f"{served}, {SYNCING}", target, self._syncs(way))]
-            if carrier == "direct":
-                arms.append(Arm(TWO_SLOTS, lambda: [(r.policy, dict[str, Any]()) for r in way.started.records[-2:]]))
-            turns = [arm for turn in range(self.turns) for arm in (arms if turn % 2 == 0 else arms[::-1])]
-            self._measure(url, turns, self.streams[0])
+            two = Arm(TWO_SLOTS, lambda: [(r.policy, dict[str, Any]()) for r in way.started.records[-2:]])
+            turns: list[Arm] = []
+            for turn in range(self.turns):
+                now = [*arms, two] if carrier == "direct" and turn % _TWO_SLOTS_EACH == 0 else arms
+                turns += now if turn % 2 == 0 else now[::-1]
+            self._measure(url, turns, self.sync_streams)
 
     @contextmanager
     def _opened(self, carrier: str, url: str) -> Iterator[LoraflowWay]:
@@ -133,7 +139,7 @@ class Serving:
 
         def sync() -> None:
             step = next(steps)
-            draw_policy(self.session.model, step)
+            nudge_policy(self.session.model, step)
             self.samples.append(Sample(f"{way.name}, while generating", 0, False, way.sync(step)))
 
         return sync

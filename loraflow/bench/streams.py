@@ -4,6 +4,10 @@
 
 Each line of the standard input is a JSON list of what requests ask for from then on, in turn: ``[model, more]``, with
 ``more`` fields of the body. It is answered with the number of requests that failed since the line before.
+
+Requests are token ids in, token ids out (vLLM's ``/inference/v1/generate``) where the server was started with
+``--enable-scale-out``: with hundreds of streams its API server, which turns tokens into text, would be what is
+measured. Elsewhere they are ``/v1/completions``.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from itertools import count
 from typing import Any
 
 from loraflow.errors import LoraflowError
+from loraflow.http_errors import HTTPFailure
 from loraflow.server import VLLMServer
 
 __all__ = ["Asked", "Streams"]
@@ -27,6 +32,8 @@ __all__ = ["Asked", "Streams"]
 Asked = Sequence[tuple[str, Mapping[str, Any]]]
 """What requests ask for, in turn: the ``model``, and more fields of the body."""
 
+_TOKENS, _TEXT = "/inference/v1/generate", "/v1/completions"
+_NOT_THERE = (403, 404)
 _PROMPT_TOKENS = 16
 _LONGEST = 120.0
 
@@ -81,6 +88,7 @@ class _Load:
     def __init__(self, url: str, streams: int, vocabulary: int, tokens: tuple[int, int]) -> None:
         self._url, self._vocabulary, self._tokens = url, vocabulary, tokens
         self._asked: list[tuple[str, dict[str, Any]]] = []
+        self._route = _TEXT
         self._turn = count()
         self._failed = [0] * streams
         self._threads = [threading.Thread(target=self._stream, args=(n,), daemon=True) for n in range(streams)]
@@ -90,11 +98,25 @@ class _Load:
         for line in lines:
             first = not self._asked
             self._asked = [(str(model), dict(more)) for model, more in json.loads(line)]
+            if first:
+                self._route = self._find_route()
             for thread in self._threads if first else ():
                 thread.start()
             failed = sum(self._failed)
             print(failed - told, flush=True)
             told = failed
+
+    def _find_route(self) -> str:
+        model, more = self._asked[0]
+        try:
+            with VLLMServer(self._url) as server:
+                server.request("POST", _TOKENS, json=_body(_TOKENS, model, [3], 1, more), timeout=_LONGEST)
+        except HTTPFailure as error:
+            if error.status in _NOT_THERE:
+                return _TEXT
+        except LoraflowError:
+            pass  # the streams will count it
+        return _TOKENS
 
     def _stream(self, number: int) -> None:
         draw = random.Random(number)  # noqa: S311 - no secret
@@ -102,19 +124,20 @@ class _Load:
         while True:
             asked = self._asked
             model, more = asked[next(self._turn) % len(asked)]
-            body = {
-                "model": model,
-                "prompt": [draw.randrange(3, self._vocabulary) for _ in range(_PROMPT_TOKENS)],
-                "max_tokens": draw.randint(*self._tokens),
-                "temperature": 1.0,
-                "ignore_eos": True,
-                **more,
-            }
+            prompt = [draw.randrange(3, self._vocabulary) for _ in range(_PROMPT_TOKENS)]
+            body = _body(self._route, model, prompt, draw.randint(*self._tokens), more)
             try:
-                server.request("POST", "/v1/completions", json=body, timeout=_LONGEST)
+                server.request("POST", self._route, json=body, timeout=_LONGEST)
             except LoraflowError:
                 self._failed[number] += 1
                 time.sleep(0.1)
+
+
+def _body(route: str, model: str, prompt: Sequence[int], tokens: int, more: Mapping[str, Any]) -> dict[str, Any]:
+    sampling: dict[str, Any] = {"max_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
+    if route == _TEXT:
+        return {"model": model, "prompt": list(prompt), **sampling, **more}
+    return {"model": model, "token_ids": list(prompt), "sampling_params": {**sampling, "detokenize": False}, **more}
 
 
 def main() -> None:
