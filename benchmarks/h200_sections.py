@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from pinning import pin
 
-from loraflow.bench.compare import break_evens, comparisons
+from loraflow.bench.compare import break_evens, comparisons, pauses
 from loraflow.bench.presets import draw_policy
 from loraflow.bench.report import Report
 from loraflow.bench.scenarios import Failure, LoraflowWay, Sample
@@ -145,6 +145,7 @@ def generation(session: Session, options: argparse.Namespace) -> Report:
         serving.samples,
         generation=tuple(serving.rates),
         comparisons=comparisons(serving.rates),
+        pauses=pauses(serving.rates),
         checks=checks,
         failures=tuple(serving.failures),
     )

@@ -22,10 +22,12 @@ __all__ = [
     "UNTOUCHED",
     "BreakEven",
     "Comparison",
+    "Pause",
     "break_even",
     "break_evens",
     "comparisons",
     "mean_rate",
+    "pauses",
 ]
 
 BASE, SLOT, TWO_SLOTS = "base, LoRA server", "slot", "two versions at once, no syncs"
@@ -104,10 +106,51 @@ def _compare(above: str, below: str, streams: int, one: list[Rate], other: list[
     bottom = np.array([rate.tokens_per_second for rate in bottoms])
     low = high = None
     if len(top) >= _FEWEST:
-        drawn = np.random.default_rng(0).integers(len(top), size=(10_000, len(top)))
-        ratios = top[drawn].sum(1) / bottom[drawn].sum(1)
-        low, high = (float(end) for end in np.quantile(ratios, (0.025, 0.975)))
+        drawn = _drawn(len(top))
+        low, high = (float(end) for end in np.quantile(top[drawn].sum(1) / bottom[drawn].sum(1), (0.025, 0.975)))
     return Comparison(above, below, streams, float(top.sum() / bottom.sum()), low, high, len(top))
+
+
+def _drawn(count: int) -> np.ndarray:
+    """Indices of bootstrap samples, one row each."""
+    return np.random.default_rng(0).integers(count, size=(10_000, count))
+
+
+@dataclass(frozen=True)
+class Pause:
+    """What one sync takes from generation.
+
+    Attributes:
+        arm: What was served.
+        streams: Requests under way.
+        ms: Mean over the syncs, see `loraflow.bench.generation.lost_seconds`; in an arm without syncs what is lost by
+            itself, which should be nothing.
+        low: Lower end of its 95 % interval, as in `Comparison`.
+        high: Its upper end.
+        syncs: How many.
+    """
+
+    arm: str
+    streams: int
+    ms: float
+    low: float
+    high: float
+    syncs: int
+
+    def __str__(self) -> str:
+        return f"{self.ms:.1f} ms ({self.low:.1f} to {self.high:.1f}, {self.syncs} times)"
+
+
+def pauses(rates: Sequence[Rate]) -> tuple[Pause, ...]:
+    """Of every arm that was measured with syncs, and of those without them beside it."""
+    found = []
+    for streams in sorted({rate.streams for rate in rates if rate.syncs}):
+        for arm in dict.fromkeys(rate.arm for rate in rates if rate.streams == streams):
+            lost = np.array([ms for rate in _of(rates, arm, streams) for ms in rate.lost_ms])
+            if len(lost) >= _FEWEST:
+                low, high = (float(end) for end in np.quantile(lost[_drawn(len(lost))].mean(1), (0.025, 0.975)))
+                found.append(Pause(arm, streams, float(lost.mean()), low, high, len(lost)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from loraflow.bench.streams import Asked, Streams
 from loraflow.errors import LoraflowError
 from loraflow.server import VLLMServer
 
-__all__ = ["Arm", "Rate", "generation_rates", "generation_tokens"]
+__all__ = ["Arm", "Rate", "generation_rates", "generation_tokens", "lost_seconds"]
 
 _COUNTER = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})?\s+([0-9.eE+]+)\s*$", re.MULTILINE)
+_FEWEST_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Rate:
         syncs: Syncs inside of it.
         failed: Requests that failed.
         began: When the window began, in seconds since 1970.
+        lost_ms: What each sync took from generation, see `lost_seconds`; in a window without syncs what is lost by
+            itself at such a time. Empty where nothing could be seen.
     """
 
     arm: str
@@ -37,6 +42,7 @@ class Rate:
     syncs: int = 0
     failed: int = 0
     began: float = 0.0
+    lost_ms: tuple[float, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -103,24 +109,57 @@ def generation_rates(
                 _pass(settle, arm, requests)
                 requests.ask(arm.target())  # what failed before does not count
             last = arm.name
+            requests.seen()
             before, began, clock = _count(watcher), time.perf_counter(), time.time()
-            syncs, failed = _pass(seconds, arm, requests)
+            times, failed = _pass(seconds, arm, requests)
             after, ended = _count(watcher), time.perf_counter()
             failed += requests.ask(arm.target())
-            yield Rate(arm.name, streams, after - before, ended - began, syncs, failed, clock)
+            seen = requests.seen()
+            found = [lost_seconds(at, seen) for at in times]
+            lost = tuple(round(1e3 * value, 3) for value in found if value is not None)
+            syncs = len(times) if arm.sync is not None else 0
+            yield Rate(arm.name, streams, after - before, ended - began, syncs, failed, clock, lost)
 
 
-def _pass(seconds: float, arm: Arm, requests: Streams) -> tuple[int, int]:
-    """Let so many seconds go by, with the arm's syncs; how many there were, and requests that failed meanwhile."""
-    began, failed = time.perf_counter(), 0
-    syncs = round(seconds) if arm.sync is not None else 0
-    for number in range(syncs):
+def lost_seconds(at: float, seen: Sequence[Sequence[float]], width: float = 0.2, beside: float = 0.4) -> float | None:
+    """Generation that was lost in ``width`` seconds from ``at`` on, against the time just before and after.
+
+    All streams of an engine advance together, so the tokens of one tell of all. A host whose own speed drifts within
+    seconds does not matter to it.
+
+    Args:
+        at: When, on the clock of ``seen``.
+        seen: When tokens came, one sequence per request, in order.
+        width: Seconds in which something may be lost.
+        beside: Seconds before and after them that say how fast generation is otherwise.
+
+    Returns:
+        Seconds of generation; the mean over the requests that were under way all the time. None where none was.
+    """
+    end, found = at + width, list[float]()
+    for times in seen:
+        if len(times) < _FEWEST_TOKENS or times[0] > at or times[-1] < end:
+            continue
+        edges = [max(times[0], at - beside), at, end, min(times[-1], end + beside)]
+        tokens = np.interp(edges, times, np.arange(len(times)))
+        before, inside, after = np.diff(tokens)
+        rate = (before + after) / (edges[1] - edges[0] + edges[3] - edges[2])
+        if edges[3] - edges[0] >= 2 * width and rate > 0:
+            found.append(width - float(inside / rate))
+    return sum(found) / len(found) if found else None
+
+
+def _pass(seconds: float, arm: Arm, requests: Streams) -> tuple[list[float], int]:
+    """Let so many seconds go by, with the arm's syncs; when they began, or would have, and requests that failed."""
+    began, failed, times = time.perf_counter(), 0, list[float]()
+    for number in range(round(seconds)):
         _sleep_until(began + number + 0.5)
-        assert arm.sync is not None  # noqa: S101 - there are none without
-        arm.sync()
-        failed += requests.ask(arm.target())
+        times.append(time.perf_counter())
+        if arm.sync is not None:
+            arm.sync()
+            failed += requests.ask(arm.target())
     _sleep_until(began + seconds)
-    return syncs, failed
+    return times, failed
 
 
 def _sleep_until(when: float) -> None:

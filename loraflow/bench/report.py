@@ -17,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from loraflow.adapter import AdapterSpec
-from loraflow.bench.compare import BreakEven, Comparison
+from loraflow.bench.compare import BreakEven, Comparison, Pause
 from loraflow.bench.generation import Rate
 from loraflow.bench.links import Floor, Links, floor_of
 from loraflow.bench.presets import Preset
@@ -170,6 +170,7 @@ class Report:
         summary: By way.
         generation: Every window.
         comparisons: From the windows.
+        pauses: What a sync takes from generation, from the windows.
         break_even: From the summary and the windows.
         checks: What was compared beside the times, e.g. tokens against the stock load.
         skipped: What was not run, and why.
@@ -186,6 +187,7 @@ class Report:
     summary: tuple[Summary, ...] = ()
     generation: tuple[Rate, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
+    pauses: tuple[Pause, ...] = ()
     break_even: tuple[BreakEven, ...] = ()
     checks: Mapping[str, Any] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
@@ -293,6 +295,8 @@ def show(output: Output, report: Report) -> None:
         output.table("generation", ("served", "streams", "tokens/s", "syncs", "failed"), rows)
     for comparison in report.comparisons:
         output.say(f"{comparison.streams} streams, ({comparison.above}) / ({comparison.below}): {comparison}")
+    for pause in report.pauses:
+        output.say(f"{pause.streams} streams, {pause.arm}: generation lost at each sync {pause}")
     for item in report.break_even:
         output.say(f"{item.streams} streams: {item.sentence}")
     for what, why in report.skipped.items():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from loraflow.bench.compare import break_evens, comparisons
+from loraflow.bench.compare import break_evens, comparisons, pauses
 from loraflow.bench.presets import PRESETS, Preset, preset_of, preset_of_folders
 from loraflow.bench.report import Report, show
 from loraflow.bench.scale import Axis, parse_scale, run_scale
@@ -220,6 +220,7 @@ def _with_generation(session: Session, report: Report, kind: str, ways: Sequence
         generation=tuple(serving.rates),
         failures=(*report.failures, *serving.failures),
         comparisons=comparisons(serving.rates),
+        pauses=pauses(serving.rates),
     )
 
 

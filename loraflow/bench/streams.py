@@ -3,7 +3,8 @@
     python -m loraflow.bench.streams '{"url": …, "streams": 64, "vocabulary": 1000, "tokens": [128, 256]}'
 
 Each line of the standard input is a JSON list of what requests ask for from then on, in turn: ``[model, more]``, with
-``more`` fields of the body. It is answered with the number of requests that failed since the line before.
+``more`` fields of the body. It is answered with the number of requests that failed since the line before. The line
+``null`` is answered with when the tokens of a few streams came, one list per request, since it was asked last.
 
 Requests are token ids in, token ids out (vLLM's ``/inference/v1/generate``) where the server was started with
 ``--enable-scale-out``: with hundreds of streams its API server, which turns tokens into text, would be what is
@@ -18,11 +19,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+import requests
+
+from loraflow.access import secret
 from loraflow.errors import LoraflowError
 from loraflow.http_errors import HTTPFailure
 from loraflow.server import VLLMServer
@@ -35,6 +40,7 @@ Asked = Sequence[tuple[str, Mapping[str, Any]]]
 _TOKENS, _TEXT = "/inference/v1/generate", "/v1/completions"
 _NOT_THERE = (403, 404)
 _PROMPT_TOKENS = 16
+_WATCHED = 4
 _LONGEST = 120.0
 
 
@@ -69,13 +75,24 @@ class Streams:
         Raises:
             LoraflowError: The process has ended.
         """
+        return int(self._tell([[model, dict(more)] for model, more in asked]))
+
+    def seen(self) -> list[list[float]]:
+        """When tokens of a few streams came since this was asked last: a list per request, on the performance counter.
+
+        Raises:
+            LoraflowError: The process has ended.
+        """
+        return [list(map(float, times)) for times in self._tell(None)]
+
+    def _tell(self, line: Any) -> Any:
         given, told = self._process.stdin, self._process.stdout
         assert given is not None  # noqa: S101 - made with both
         assert told is not None  # noqa: S101
         try:
-            given.write(json.dumps([[model, dict(more)] for model, more in asked]) + "\n")
+            given.write(json.dumps(line) + "\n")
             given.flush()
-            return int(told.readline())
+            return json.loads(told.readline())
         except (OSError, ValueError) as error:
             raise LoraflowError(
                 "the process that sends requests has ended", hint="its error is printed above"
@@ -91,13 +108,17 @@ class _Load:
         self._route = _TEXT
         self._turn = count()
         self._failed = [0] * streams
+        self._seen: deque[list[float]] = deque(maxlen=100 * _WATCHED)
         self._threads = [threading.Thread(target=self._stream, args=(n,), daemon=True) for n in range(streams)]
 
     def run(self, lines: Iterator[str]) -> None:
         told = 0
         for line in lines:
+            if (told_now := json.loads(line)) is None:
+                print(json.dumps(self._take_seen()), flush=True)
+                continue
             first = not self._asked
-            self._asked = [(str(model), dict(more)) for model, more in json.loads(line)]
+            self._asked = [(str(model), dict(more)) for model, more in told_now]
             if first:
                 self._route = self._find_route()
             for thread in self._threads if first else ():
@@ -105,6 +126,11 @@ class _Load:
             failed = sum(self._failed)
             print(failed - told, flush=True)
             told = failed
+
+    def _take_seen(self) -> list[list[float]]:
+        taken = [[round(at, 5) for at in times] for times in list(self._seen)]
+        self._seen.clear()
+        return taken
 
     def _find_route(self) -> str:
         model, more = self._asked[0]
@@ -120,17 +146,31 @@ class _Load:
 
     def _stream(self, number: int) -> None:
         draw = random.Random(number)  # noqa: S311 - no secret
-        server = VLLMServer(self._url)  # a connection of its own
+        server, session = VLLMServer(self._url), requests.Session()  # a connection of its own
         while True:
             asked = self._asked
             model, more = asked[next(self._turn) % len(asked)]
             prompt = [draw.randrange(3, self._vocabulary) for _ in range(_PROMPT_TOKENS)]
             body = _body(self._route, model, prompt, draw.randint(*self._tokens), more)
             try:
-                server.request("POST", self._route, json=body, timeout=_LONGEST)
-            except LoraflowError:
+                if number < _WATCHED and self._route == _TOKENS:
+                    self._watch(session, body)
+                else:
+                    server.request("POST", self._route, json=body, timeout=_LONGEST)
+            except (LoraflowError, OSError):
                 self._failed[number] += 1
                 time.sleep(0.1)
+
+    def _watch(self, session: requests.Session, body: Mapping[str, Any]) -> None:
+        times: list[float] = []
+        self._seen.append(times)
+        key = secret(None, "VLLM_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        sent = {**body, "stream": True}
+        with session.post(self._url + self._route, json=sent, headers=headers, stream=True, timeout=_LONGEST) as answer:
+            answer.raise_for_status()
+            for chunk in answer.iter_content(None):
+                times += [time.perf_counter()] * chunk.count(b"data: {")  # an event per token
 
 
 def _body(route: str, model: str, prompt: Sequence[int], tokens: int, more: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from loraflow.bench.compare import (
+    BASE,
     FOLDED,
     SLOT,
     SYNCING,
@@ -23,11 +24,12 @@ from loraflow.bench.compare import (
     break_evens,
     comparisons,
     mean_rate,
+    pauses,
 )
-from loraflow.bench.generation import Rate, generation_tokens
+from loraflow.bench.generation import Rate, generation_tokens, lost_seconds
 from loraflow.bench.links import Floor, Links, floor_of, measure_links
 from loraflow.bench.plot import plot_report
-from loraflow.bench.presets import PRESETS, Preset, draw_policy, load_trainer, make_model, preset_of
+from loraflow.bench.presets import PRESETS, Preset, draw_policy, load_trainer, make_model, nudge_policy, preset_of
 from loraflow.bench.report import Payload, Report, Summary, environment, quantile, summarise
 from loraflow.bench.run import plan_ways
 from loraflow.bench.scenarios import Failure, Sample, Timed, measure
@@ -261,6 +263,62 @@ def test_the_break_even_takes_the_mean_of_the_windows():
     )
     [even] = break_evens(summary, rates)
     assert even.tokens == pytest.approx(10 / (8 * (1 / 200 - 1 / 400) * 1e3))
+
+
+def arrivals(*, pause_at: float, pause: float, step: float, ends: float) -> list[float]:
+    """When tokens come, each ``step`` seconds but for one pause."""
+    times = [0.0]
+    while times[-1] < ends:
+        times.append(times[-1] + step + (pause if times[-1] < pause_at <= times[-1] + step else 0.0))
+    return times
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.012, 0.1])
+@pytest.mark.parametrize("step", [0.002, 0.007])
+def test_a_pause_of_generation_is_found_as_long_as_it_was(pause, step):
+    seen = [arrivals(pause_at=0.5, pause=pause, step=step, ends=1.2), [0.4, 0.41, 0.42]]  # the second is too short
+    found = lost_seconds(0.495, seen)
+    assert found == pytest.approx(pause, abs=0.1 * step)
+
+
+def test_what_a_host_loses_before_and_after_alike_is_no_pause():
+    slow = [at * 1.7 for at in arrivals(pause_at=9, pause=0, step=0.005, ends=1)]
+    assert lost_seconds(0.6, [slow]) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_nothing_is_said_where_no_request_was_under_way_all_the_time():
+    assert lost_seconds(0.5, []) is None
+    assert lost_seconds(0.9, [arrivals(pause_at=9, pause=0, step=0.01, ends=1)]) is None  # ends inside
+    assert lost_seconds(0.0, [arrivals(pause_at=9, pause=0, step=0.01, ends=0.3)]) is None  # too little beside it
+
+
+def test_pauses_are_told_for_arms_beside_syncs_alone():
+    syncing = f"{SLOT}, {SYNCING}"
+    rates = [
+        Rate(syncing, 8, 1, 1.0, syncs=2, lost_ms=(10.0, 14.0)), Rate(syncing, 8, 1, 1.0, syncs=2, lost_ms=(12.0,)),
+        Rate(SLOT, 8, 1, 1.0, lost_ms=(-1.0, 1.0, 0.0)), Rate(SLOT, 16, 1, 1.0, lost_ms=(5.0, 5.0, 5.0)),
+        Rate(BASE, 8, 1, 1.0, lost_ms=(1.0,)),
+    ]  # fmt: skip
+    found = {(pause.arm, pause.streams): pause for pause in pauses(rates)}
+    assert found.keys() == {(syncing, 8), (SLOT, 8)}
+    assert found[syncing, 8].ms == 12.0
+    assert found[syncing, 8].syncs == 3
+    assert 10.0 <= found[syncing, 8].low < 12.0 < found[syncing, 8].high <= 14.0
+    assert found[SLOT, 8].ms == 0.0
+
+
+def test_a_nudged_policy_is_another_one_and_comes_back():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(r=2, target_modules=["0"]))
+    draw_policy(model, 1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    nudge_policy(model, 2)
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {name for name in before if ".lora_B." in name}
+    nudge_policy(model, 3)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name])
 
 
 # ---------------------------------------------------------------- measuring
