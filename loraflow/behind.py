@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from loraflow.errors import SyncTimeout
+from loraflow.patience import outcome_of
 
 __all__ = ["Behind"]
 
@@ -41,19 +42,25 @@ class Behind(Generic[T]):
         Raises:
             SyncTimeout: It takes too long. It stays pending: what it may yet bring about is not to be missed.
         """
-        if self._pending is None:
+        pending = self._pending
+        if pending is None:
             return None
         try:
-            outcome = self._pending.result(self._patience)
+            return outcome_of(pending, self._patience)
         except TimeoutError as error:
+            if pending.done():  # meanwhile; or the error is its own
+                return pending.result()
             raise SyncTimeout(f"the delivery behind the training step took more than {self._patience:.0f} s") from error
-        self._pending = None
-        return outcome
+        finally:
+            if pending.done():
+                self._pending = None
 
     def close(self) -> T | None:
         """End the thread, once it is done; returns the outcome that nobody took."""
         thread, self._thread = self._thread, None
         pending, self._pending = self._pending, None
-        if thread is not None:
-            thread.shutdown(wait=True)
-        return None if pending is None else pending.result()
+        try:
+            return None if pending is None else outcome_of(pending)
+        finally:
+            if thread is not None:
+                thread.shutdown(wait=True)

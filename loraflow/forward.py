@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeAlias
 
 from loraflow.adapter import AdapterSnapshot
 from loraflow.errors import LoraflowError
+from loraflow.patience import outcome_of
 from loraflow.plan import Plan
 from loraflow.records import SyncRecord
 from loraflow.verify import Expected, Prover
@@ -22,8 +23,6 @@ from loraflow.verify import Expected, Prover
 __all__ = ["Forward", "Wanted", "deliver_with", "forward_for", "unless_failed"]
 
 Outcome: TypeAlias = tuple[SyncRecord, Exception | None]
-_NOTICED = 0.1
-"""Seconds after which an interrupt is noticed: one that comes just before a wait does not end it."""
 
 
 class Forward:
@@ -58,9 +57,7 @@ class Forward:
                 moving = thread.submit(delivery)
                 with suppress(Exception):  # told in what is returned
                     self._make()
-                while not moving.done():
-                    wait([moving], _NOTICED)
-                record, error = moving.result()
+                record, error = outcome_of(moving)
             except BaseException as interrupt:
                 self._broken_off = True
                 if not self._made.done():

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from loraflow.errors import LoraflowError
+from loraflow.patience import outcome_of
 from loraflow.policy import Policy
 from loraflow.server import VLLMServer
 from loraflow.store import Recovered
@@ -64,7 +65,7 @@ class Retirement:
         running, self._running = self._running, None
         self._awaited.set()
         if running is not None:
-            running.result()  # bounded by the timeouts of its calls
+            outcome_of(running)  # bounded by the timeouts of its calls
 
     def close(self) -> None:
         """End the thread."""

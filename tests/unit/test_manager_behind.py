@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from loraflow import patience
 from loraflow.behind import Behind
 from loraflow.errors import LoadError, LoraflowError, SyncTimeout
 from loraflow.manager import SyncManager
@@ -144,6 +146,46 @@ def test_a_hook_that_raises_is_heard_after_the_version_is_served(make: Make) -> 
     with pytest.raises(ValueError, match="hook of the user's"):
         manager.sync(1)
     assert (manager.policy.version, manager.counters["syncs"]) == (1, 2)
+
+
+def test_a_delivery_that_takes_too_long_stays_to_be_taken() -> None:
+    behind, over = Behind[int](0.05), threading.Event()
+    behind.begin(lambda: over.wait(20) and 3)
+    with pytest.raises(SyncTimeout, match="more than 0 s"):
+        behind.take()
+    assert behind.pending
+    over.set()
+    assert behind.close() == 3
+
+
+@pytest.mark.parametrize("error", [TimeoutError("its own"), ValueError("its own")])
+def test_an_error_of_a_delivery_is_raised_once(error: Exception) -> None:
+    def fails() -> int:
+        raise error
+
+    behind = Behind[int](5.0)
+    behind.begin(fails)
+    with pytest.raises(type(error), match="its own"):
+        behind.take()
+    assert not behind.pending
+    assert behind.close() is None
+
+
+def test_a_long_wait_is_made_of_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt that comes just before one of them is noticed after it."""
+    waited: list[float] = []
+
+    def wait(_: object, seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(patience, "wait", wait)
+    for limit in (None, 600.0, 0.02):
+        waited.clear()
+        with pytest.raises(KeyboardInterrupt):
+            patience.outcome_of(Future(), limit)
+        assert all(0 < seconds <= min(0.1, limit or 1) for seconds in waited)
 
 
 def test_one_thread_for_all_deliveries_and_none_afterwards() -> None:
