@@ -29,7 +29,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from loraflow.adapter import take_snapshot
-from loraflow.bench.report import environment, quantile
+from loraflow.bench.report import environment
+from loraflow.bench.summary import quantile
 from loraflow.config import SyncConfig
 from loraflow.demo.tiny import make_tiny_model
 from loraflow.launch import ServeOptions, ServerProcess, free_port, serve_command

@@ -15,7 +15,10 @@ from loraflow.adapter import AdapterSpec
 from loraflow.errors import ConfigError
 from loraflow.server_info import ServerInfo
 
-__all__ = ["Costs", "Rollout", "estimate_ms", "payload_bytes"]
+__all__ = ["BASE", "FOLDED", "SLOT", "Costs", "Rollout", "estimate_ms", "payload_bytes"]
+
+BASE, SLOT, FOLDED = "base, LoRA server", "slot", "folded"
+"""What the windows of a report served."""
 
 # Fixed milliseconds and GB/s per carrier, rounded from benchmarks/results on one H200 host: an order of magnitude for a
 # user's eyes; `loraflow bench` measures the real ones.
@@ -113,8 +116,6 @@ class Costs:
             rollout: What is generated between two syncs.
             lora_enabled: The server has LoRA slots: it generates slower then, merged weights included.
         """
-        from loraflow.bench.compare import BASE, FOLDED, SLOT
-
         arm = SLOT if transport == "adapter" else (BASE if lora_enabled else FOLDED)
         measured = [streams for name, streams in self.rates if name == arm]
         if carrier not in self.sync_ms or not measured:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from loraflow.bench.generation import Rate
-
-if TYPE_CHECKING:
-    from loraflow.bench.report import Summary
+from loraflow.bench.summary import Summary
+from loraflow.costs import BASE, FOLDED, SLOT
 
 __all__ = [
-    "BASE",
-    "FOLDED",
-    "SLOT",
     "SYNCING",
     "TWO_SLOTS",
     "UNTOUCHED",
@@ -30,8 +25,8 @@ __all__ = [
     "pauses",
 ]
 
-BASE, SLOT, TWO_SLOTS = "base, LoRA server", "slot", "two versions at once, no syncs"
-UNTOUCHED, FOLDED = "untouched, plain server", "folded"
+TWO_SLOTS = "two versions at once, no syncs"
+UNTOUCHED = "untouched, plain server"
 SYNCING = "a sync each second"
 
 _PAIRS = (

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loraflow.bench.report import Report
-
-if TYPE_CHECKING:
-    from loraflow.bench.scale import ScaleReport
+from loraflow.bench.scale_report import ScaleReport
 
 __all__ = ["plot_report", "plot_scale"]
 

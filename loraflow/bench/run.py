@@ -14,7 +14,8 @@ import torch
 from loraflow.bench.compare import break_evens, comparisons, pauses
 from loraflow.bench.presets import PRESETS, Preset, preset_of, preset_of_folders
 from loraflow.bench.report import Report, show
-from loraflow.bench.scale import Axis, parse_scale, run_scale
+from loraflow.bench.scale import parse_scale, run_scale
+from loraflow.bench.scale_report import Axis
 from loraflow.bench.serving import Serving
 from loraflow.bench.session import Session, Settings
 from loraflow.errors import ConfigError, LoraflowError

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from loraflow.bench.presets import preset_of
-from loraflow.bench.report import Environment, Payload, Summary, environment
-from loraflow.bench.scenarios import Failure, Sample
+from loraflow.bench.report import environment
+from loraflow.bench.scale_report import Axis, Point, ScaleReport
 from loraflow.bench.session import Session, Settings
 from loraflow.errors import ConfigError, LoraflowError
 from loraflow.launch import round_up_rank
@@ -20,48 +20,9 @@ from loraflow.launch import round_up_rank
 if TYPE_CHECKING:
     from loraflow.commands.output import Output
 
-__all__ = ["Axis", "Point", "ScaleReport", "parse_scale", "run_scale"]
+__all__ = ["parse_scale", "run_scale"]
 
-Axis = Literal["rank", "layers", "preset"]
 SCALE_WAYS = ("direct", "filesystem", "stock-adapter")
-
-
-@dataclass(frozen=True)
-class Point:
-    """One place on the axis.
-
-    Attributes:
-        value: Rank, number of layers, or name of the preset.
-        payload: Sizes.
-        summary: By way.
-        samples: Every sync.
-        failures: Ways that failed.
-    """
-
-    value: int | str
-    payload: Payload
-    summary: tuple[Summary, ...]
-    samples: tuple[Sample, ...]
-    failures: tuple[Failure, ...]
-
-
-@dataclass(frozen=True)
-class ScaleReport:
-    """All places.
-
-    Attributes:
-        axis: What was varied.
-        environment: Where.
-        settings: How.
-        points: In the order in which they were asked for.
-        fit_ms: By way: milliseconds of a sync without payload, and per MB, of the straight line through the medians.
-    """
-
-    axis: Axis
-    environment: Environment
-    settings: Mapping[str, Any]
-    points: tuple[Point, ...]
-    fit_ms: Mapping[str, tuple[float, float]]
 
 
 def parse_scale(text: str) -> tuple[Axis, list[int | str]]:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from loraflow.bench.compare import BASE, FOLDED, SLOT, SYNCING, TWO_SLOTS, UNTOUCHED
+from loraflow.bench.compare import SYNCING, TWO_SLOTS, UNTOUCHED
 from loraflow.bench.generation import Arm, Rate, generation_rates
 from loraflow.bench.presets import draw_policy, nudge_policy
 from loraflow.bench.scenarios import Failure, LoraflowWay, Sample
 from loraflow.bench.session import Session
 from loraflow.bench.streams import Asked
+from loraflow.costs import BASE, FOLDED, SLOT
 from loraflow.errors import LoraflowError
 from loraflow.server import VLLMServer
 

@@ -15,10 +15,11 @@ from torch import nn
 
 from loraflow.bench.links import Links, measure_links
 from loraflow.bench.presets import Preset, load_trainer, make_model
-from loraflow.bench.report import Payload, Report, environment, summarise
+from loraflow.bench.report import Report, environment
 from loraflow.bench.scenarios import Failure, LoraflowWay, Sample, Way, measure
 from loraflow.bench.servers import ServerSpec, make_server
 from loraflow.bench.stock import StockAdapter, StockMerged
+from loraflow.bench.summary import Payload, summarise
 from loraflow.config import default_adapter_root
 from loraflow.errors import ConfigError
 from loraflow.launch import ServerProcess

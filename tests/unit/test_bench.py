@@ -15,9 +15,6 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from loraflow.bench.compare import (
-    BASE,
-    FOLDED,
-    SLOT,
     SYNCING,
     UNTOUCHED,
     break_even,
@@ -30,10 +27,12 @@ from loraflow.bench.generation import Rate, generation_tokens, lost_seconds
 from loraflow.bench.links import Floor, Links, floor_of, measure_links
 from loraflow.bench.plot import plot_report
 from loraflow.bench.presets import PRESETS, Preset, draw_policy, load_trainer, make_model, nudge_policy, preset_of
-from loraflow.bench.report import Payload, Report, Summary, environment, quantile, summarise
+from loraflow.bench.report import Report, environment
 from loraflow.bench.run import plan_ways
 from loraflow.bench.scenarios import Failure, Sample, Timed, measure
 from loraflow.bench.stock import stock_weights
+from loraflow.bench.summary import Payload, Summary, quantile, summarise
+from loraflow.costs import BASE, FOLDED, SLOT
 from loraflow.errors import ConfigError
 
 LINKS = Links(memcpy=10.0, socket=2.0, file_write=4.0, d2h=50.0, h2d=40.0, d2d=1000.0, peer=200.0, round_trip_ms=0.5)

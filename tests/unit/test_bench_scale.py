@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from loraflow.bench.plot import plot_scale
 from loraflow.bench.presets import Preset, load_trainer, make_model, preset_of, preset_of_folders
-from loraflow.bench.report import Payload, environment, summarise
-from loraflow.bench.scale import Point, ScaleReport, _fits, _settings_at, parse_scale
+from loraflow.bench.report import environment
+from loraflow.bench.scale import _fits, _settings_at, parse_scale
+from loraflow.bench.scale_report import Point, ScaleReport
 from loraflow.bench.scenarios import Sample, Timed
 from loraflow.bench.session import Settings
+from loraflow.bench.summary import Payload, summarise
 from loraflow.errors import ConfigError
 from tests.helpers.tiny import peft_model
 
