@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -205,6 +206,16 @@ def test_the_right_form_is_read(there: Answering) -> None:
     with VLLMServer(f"http://127.0.0.1:{there.server_address[1]}") as server:
         [answer] = server.generate([[1]], model="m")
         assert (answer.token_ids, answer.logprobs) == ((5, 6), (-1.0, -2.0))
+
+
+@pytest.mark.parametrize("lacking", [None, -9999.0])
+def test_a_log_prob_that_the_server_lacks_is_nan(there: Answering, lacking: float | None) -> None:
+    """vLLM writes -9999 for -inf."""
+    there.body = completion(logprobs={"token_logprobs": [-1.0, lacking]})
+    with VLLMServer(f"http://127.0.0.1:{there.server_address[1]}") as server:
+        [answer] = server.generate([[1]], model="m")
+    assert answer.logprobs[0] == -1.0
+    assert math.isnan(answer.logprobs[1])
 
 
 def test_samples_are_the_policy_s_own_whatever_the_server_s_defaults_are(there: Answering) -> None:
