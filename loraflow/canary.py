@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import nn
 
@@ -44,7 +47,10 @@ def find_canary(
 
 
 def canary_snapshot(snapshot: AdapterSnapshot, std: float, *, seed: int = 0) -> AdapterSnapshot:
-    """``snapshot`` with A drawn from N(0, 1/in) and B from N(0, ``std``²): an adapter that certainly does something."""
+    """``snapshot`` with A drawn from N(0, 1/in) and B from N(0, ``std``²): an adapter that certainly does something.
+
+    What the model ties (an output layer's update to its embedding's, ``ensure_weight_tying``) stays tied.
+    """
     generator = torch.Generator().manual_seed(seed)
     flat = snapshot.flat.clone()
     parts = flat.split_with_sizes([tensor.numel() for tensor in snapshot.tensors.values()])
@@ -56,4 +62,16 @@ def canary_snapshot(snapshot: AdapterSnapshot, std: float, *, seed: int = 0) -> 
             continue  # magnitudes, biases and full modules stay as they are
         is_b = ".lora_B." in name or ".lora_embedding_B" in name
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * (std if is_b else tensor.shape[-1] ** -0.5))
+    for name, partner in _tied(snapshot.tensors):
+        tensors[name].copy_(tensors[partner].t())
     return AdapterSnapshot(snapshot.spec, flat, tensors, snapshot.step)
+
+
+def _tied(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """Matrices of linear layers that are an embedding's, turned: each with the one it equals."""
+    embeddings = [name.removesuffix("_A") for name in tensors if name.endswith(".lora_embedding_A")]
+    linears = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
+    for embedding, linear in itertools.product(embeddings, linears):
+        pairs = (f"{linear}.lora_B.weight", f"{embedding}_A"), (f"{linear}.lora_A.weight", f"{embedding}_B")
+        if all(torch.equal(tensors[name], tensors[partner].t()) for name, partner in pairs):
+            yield from pairs

@@ -82,7 +82,7 @@ class SyncManager:
         self._given = [servers] if isinstance(servers, (str, VLLMServer)) else list(servers)
         self._schedule = make_schedule(self.config)
         self._correction = CorrectionOptions.from_config(self.config)
-        self._file = RecordFile(self.config.record_file) if self.config.record_file and self.ranks.is_main else None
+        self._file = self.ranks.together(self._record_file)
         self._fleet: Fleet | None = None  # rank 0 only
         self._agreed: Agreed | None = None
         self._spec: AdapterSpec | None = None
@@ -367,6 +367,10 @@ class SyncManager:
             self.close()
         except Exception:  # noqa: BLE001 - whatever it is, it comes second
             _log.exception("closing after an error failed too")
+
+    def _record_file(self) -> RecordFile | None:
+        wanted = self.config.record_file if self.ranks.is_main else None
+        return RecordFile(wanted) if wanted else None
 
     def _ensure(self) -> None:
         fleet, prover = self._fleet, self._prover

@@ -8,6 +8,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from peft import LoraConfig
@@ -233,9 +234,23 @@ def beside_language_model(shapes: Mapping[str, Any]) -> list[str]:
 
 
 def is_tied(base_config: Mapping[str, Any]) -> bool:
-    """Whether the base's input and output embedding are one tensor."""
-    text = base_config.get("text_config") or base_config
-    return bool(base_config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+    """Whether the base's input and output embedding are one tensor; where its config is silent, its class says so."""
+    for config in (base_config, base_config.get("text_config")):
+        said = config.get("tie_word_embeddings") if isinstance(config, dict) else None
+        if said is not None:
+            return bool(said)
+    return _tied_by_default(str(base_config.get("model_type")))
+
+
+@cache
+def _tied_by_default(model_type: str) -> bool:
+    """What a config of ``model_type`` means that leaves it out, as saved ones do with their class's default."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        return bool(CONFIG_MAPPING[model_type]().tie_word_embeddings)
+    except Exception:  # noqa: BLE001 - a class that is not known, or cannot be made of its defaults
+        return False
 
 
 def rank_of(config: Mapping[str, Any], module: str) -> int:

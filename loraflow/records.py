@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -166,6 +167,9 @@ class RecordFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, record: SyncRecord) -> None:
-        """Write one record."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(record.to_dict(), allow_nan=False) + "\n")
+        """Write one record, on a line of its own also where a process or a disk left the last one unfinished."""
+        with self.path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+            begin = b"" if file.read(1) in {b"", b"\n"} else b"\n"
+            file.write(begin + json.dumps(record.to_dict(), allow_nan=False).encode() + b"\n")

@@ -37,6 +37,17 @@ __all__ = ["BadAnswer", "Completion", "HTTPFailure", "Unreachable", "VLLMServer"
 
 _log = logging.getLogger(__name__)
 
+_PLAIN_SAMPLING: Mapping[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Samples from the policy itself; what a request leaves out, vLLM takes from the model's ``generation_config.json``."""
+
 
 class VLLMServer:
     """One server.
@@ -342,7 +353,8 @@ class VLLMServer:
             n: Completions per prompt.
             max_tokens: Tokens per completion.
             timeout: Seconds; ``generate_timeout`` where not given.
-            **sampling: vLLM's sampling parameters (``temperature``, ``top_p``, ``seed``, ``cache_salt``, …).
+            **sampling: vLLM's sampling parameters (``temperature``, ``top_p``, ``seed``, ``cache_salt``, …). Those not
+                given change nothing of the policy's distribution, whatever the server's defaults are.
 
         Raises:
             VerifyError: The answer is of another model than the one asked for.
@@ -355,6 +367,7 @@ class VLLMServer:
             "logprobs": 0,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
+            **_PLAIN_SAMPLING,
             **sampling,
         }
         answer = self.request("POST", "/v1/completions", json=body, timeout=timeout or self.generate_timeout)

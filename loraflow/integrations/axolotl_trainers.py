@@ -6,13 +6,12 @@ Only the one trainer object is changed; no class of Axolotl or TRL is.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from loraflow.config import SyncConfig
@@ -148,14 +147,13 @@ def _scoring(generation: AxolotlGeneration, config: SyncConfig) -> Callable[[Bat
         manager, ids = require_manager(generation.sync), batch["completion_ids"]
         if versions is None:
             versions = torch.full((len(ids),), generation.last_version, dtype=torch.int64, device=ids.device)
-        order = SyncOrder([*(record.version for record in generation.sync.records), manager.newest_version])
         found = correct(
             batch["old_per_token_logps"],
             batch["sampling_per_token_logps"],
             batch["completion_mask"] * batch.get("tool_mask", 1),
             options=options,
-            versions=order.of(versions),
-            current_version=order.newest,
+            versions=manager.newest_version - manager.behind(versions),
+            current_version=manager.newest_version,
         )
         batch["importance_sampling_ratio"] = found.weights
         generation.sync.log(found.metrics())
@@ -164,26 +162,6 @@ def _scoring(generation: AxolotlGeneration, config: SyncConfig) -> Callable[[Bat
         return batch
 
     return weigh
-
-
-class SyncOrder:
-    """Numbers versions by the syncs that brought them: a canary takes a version, but no policy is trained there.
-
-    Args:
-        versions: Of every attempted sync, in order; the newest may stand there twice.
-
-    Attributes:
-        newest: Number of the newest sync.
-    """
-
-    def __init__(self, versions: Sequence[int]) -> None:
-        self._number = {version: number for number, version in enumerate(dict.fromkeys(versions))}
-        self.newest = self._number[versions[-1]]
-
-    def of(self, versions: Tensor) -> Tensor:
-        """Numbers of ``versions``, (B,) int64; -1 for a version that no sync brought."""
-        found = [self._number.get(version, -1) for version in versions.tolist()]
-        return torch.tensor(found, dtype=torch.int64, device=versions.device)
 
 
 def _scoring_parts(generation: AxolotlGeneration, config: SyncConfig) -> Callable[[list[Batch]], list[Batch]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from urllib.parse import urlparse
 
 from trl.generation.vllm_client import VLLMClient, to_openai_messages
 
+from loraflow.completion import logprob_of
 from loraflow.connect import clients, wait_for
 from loraflow.errors import CapabilityError, LoraflowError
 from loraflow.server import HTTPFailure
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["PolicyClient"]
 
 _RENDER = "/v1/chat/completions/render"
-_GENERATE = "/inference/v1/generate"
 _FORBIDDEN = 403  # what a route that was not enabled answers from vLLM 0.32 on
 _NO_ROUTE = "Not Found"  # the reason for 404 before; a name that is not known there gives another one
-_NO_LOGPROB = -9999.0  # what vLLM writes for NaN and -inf, which no sampled token has
 
 
 class PolicyClient(VLLMClient):  # type: ignore[misc]
@@ -142,7 +140,7 @@ class PolicyClient(VLLMClient):  # type: ignore[misc]
             server.check_answer(answer, name)
         with self._lock:
             self.answered[str(manager.policy)] += len(answer.get("choices", ())) if isinstance(answer, Mapping) else 1
-        return _as_trl_reads(answer) if path == _GENERATE else answer
+        return _as_trl_reads(answer) if isinstance(answer, Mapping) else answer
 
     def _in_turn(self) -> list[VLLMServer]:
         """All servers; another one is first at each call."""
@@ -156,16 +154,23 @@ class PolicyClient(VLLMClient):  # type: ignore[misc]
         return url.removeprefix(self.base_url)
 
 
-def _as_trl_reads(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer of ``/inference/v1/generate`` with its log-probs as TRL reads them; changed in place.
+def _as_trl_reads(answer: Mapping[str, Any]) -> Any:
+    """An answer with its log-probs as TRL reads them; changed in place.
 
-    vLLM 0.32 gives tokens as numbers (``token_id``), versions before it as text (``token``). A log-prob that the server
-    does not have becomes NaN, so that the correction sees it.
+    vLLM 0.32 gives tokens of ``/inference/v1/generate`` as numbers (``token_id``), versions before it as text
+    (``token``). A sampled token's log-prob that the server does not have becomes NaN, so that the correction sees it.
     """
-    for choice in answer["choices"]:
-        for entry in (choice["logprobs"] or {}).get("content") or ():
+    for choice in answer.get("choices", ()):
+        logprobs = choice.get("logprobs") or {}
+        for entry in logprobs.get("content") or ():
             for candidate in (entry, *entry["top_logprobs"]):
                 candidate.setdefault("token", f"token_id:{candidate.get('token_id')}")
-                if candidate["logprob"] <= _NO_LOGPROB:
-                    candidate["logprob"] = math.nan
+                if candidate["token"] == entry["token"]:
+                    candidate["logprob"] = logprob_of(candidate["logprob"])
+        sampled = [*map(logprob_of, logprobs.get("token_logprobs") or ())]
+        if sampled:
+            logprobs["token_logprobs"] = sampled
+            for token, tops, value in zip(logprobs["tokens"], logprobs["top_logprobs"], sampled, strict=True):
+                if tops is not None and token in tops:
+                    tops[token] = value
     return answer

@@ -11,10 +11,11 @@ import torch
 from peft import LoraConfig, LoraGAConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GemmaConfig, Qwen3MoeConfig
 
 from loraflow.adapter import AdapterSpec, read_adapter, take_snapshot, write_adapter
 from loraflow.errors import AdapterError
+from loraflow.peft_config import is_tied
 from tests.helpers.tiny import PROMPT, load_base, make_tiny_model, peft_model
 
 if TYPE_CHECKING:
@@ -144,6 +145,29 @@ def test_tied_targets(tmp_path: Path) -> None:
     assert "tied_target" in AdapterSpec.from_model(peft_model(tmp_path, target_modules=["lm_head"])).features
     assert "tied_target" in AdapterSpec.from_model(peft_model(tmp_path, target_modules=["embed_tokens"])).features
     assert "tied_target" not in AdapterSpec.from_model(peft_model(tmp_path)).features
+
+
+def test_a_base_s_config_that_leaves_tying_to_its_class(tmp_path: Path) -> None:
+    """As transformers 4 saved those of Gemma and GPT-2, which are tied: only what differs from the defaults."""
+    config = GemmaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=64,
+    )
+    config.save_pretrained(tmp_path / "base")
+    told = json.loads((tmp_path / "base" / "config.json").read_text())
+    del told["tie_word_embeddings"]
+    (tmp_path / "base" / "config.json").write_text(json.dumps(told))
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(target_modules=["embed_tokens"]))
+    model.save_pretrained(tmp_path / "adapter")
+    saved = AdapterSpec.from_folder(tmp_path / "adapter", tmp_path / "base")
+    assert saved.features == AdapterSpec.from_model(model).features == {"lora_embedding", "tied_target"}
+    del told["model_type"]
+    assert not is_tied(told)
 
 
 def test_largest_rank_and_scalings_are_the_layers_own(base: Path) -> None:

@@ -12,21 +12,8 @@ import torch
 from loraflow.config import SyncConfig
 from loraflow.errors import CapabilityError
 from loraflow.integrations.axolotl_bridge import bridge
-from loraflow.integrations.axolotl_trainers import VERSIONS, SyncOrder, _marking, _scoring, _scoring_parts
-
-# ---------------------------------------------------------------- staleness
-
-
-def test_syncs_are_counted_not_versions() -> None:
-    order = SyncOrder([0, 2, 3, 3])  # version 1 was a canary
-    assert order.newest == 2
-    assert order.of(torch.tensor([3, 2, 0, 1, -1])).tolist() == [2, 1, 0, -1, -1]
-
-
-def test_a_new_run_of_the_same_trainer_counts_on() -> None:
-    order = SyncOrder([0, 2, 3, 0])
-    assert order.newest - order.of(torch.tensor([0])).item() == 0
-
+from loraflow.integrations.axolotl_trainers import VERSIONS, _marking, _scoring, _scoring_parts
+from loraflow.manager import SyncManager
 
 # ---------------------------------------------------------------- weights
 
@@ -34,6 +21,8 @@ def test_a_new_run_of_the_same_trainer_counts_on() -> None:
 def generation_of(versions: list[int], *, last: int, newest: int) -> Any:
     logged: dict[str, float] = {}
     manager = SimpleNamespace(newest_version=newest, observe=lambda _: None)
+    manager._attempted, manager._spent = newest, [number for number in range(newest) if number not in versions]
+    manager.behind = lambda versions: SyncManager.behind(manager, versions)  # type: ignore[arg-type]
     sync = SimpleNamespace(
         manager=manager,
         records=[SimpleNamespace(version=version) for version in versions],
@@ -92,6 +81,20 @@ def test_rollouts_made_ahead_carry_their_version(version: int, weight: float) ->
 def test_older_than_allowed_is_masked() -> None:
     found = _scoring(generation_of([0, 2, 3], last=0, newest=3), config(max_staleness=1))(batch_of([[0.0]]))
     assert found["importance_sampling_ratio"].item() == 0.0
+
+
+def test_a_canary_s_number_makes_nothing_older() -> None:
+    found = _scoring(generation_of([0, 2], last=0, newest=2), config(max_staleness=1))(batch_of([[0.0]]))
+    assert found["importance_sampling_ratio"].item() == 1.0
+
+
+def test_a_second_run_of_the_same_trainer_counts_its_own_syncs_alone() -> None:
+    """Its versions begin at 0 again, where the first run had a canary between two of the same numbers."""
+    generation = generation_of([0, 1], last=0, newest=1)
+    earlier = [SimpleNamespace(version=version) for version in (0, 2, 3)]
+    generation.sync.records = [*earlier, *generation.sync.records]
+    found = _scoring(generation, config(max_staleness=1))(batch_of([[0.0]]))
+    assert found["importance_sampling_ratio"].item() == 1.0
 
 
 def test_without_a_correction_in_force_nothing_is_weighed() -> None:

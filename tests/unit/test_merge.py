@@ -17,9 +17,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from loraflow.adapter import take_snapshot
+from loraflow.canary import canary_snapshot
+from loraflow.config import SyncConfig
 from loraflow.errors import AdapterError, CapabilityError
 from loraflow.merge import MergeSource
 from loraflow.merge_rules import LinearDelta
+from loraflow.ranks import Ranks
+from loraflow.verify import Prover
 
 SIZES = {"vocab_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -309,6 +313,23 @@ class TestTied:
         a, b = (snapshot.tensors[f"base_model.model.model.embed_tokens.lora_embedding_{x}"].double() for x in "AB")
         expected = (embedding + 1.5 * (b @ a).t()).float()
         torch.testing.assert_close(merged["model.embed_tokens.weight"], expected, rtol=2e-6, atol=2e-6)
+
+    @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+    def test_a_canary_of_tied_adapters_is_tied_and_what_the_trainer_computes(self, target: str) -> None:
+        base, ids = qwen2(tie_word_embeddings=True), torch.arange(12)
+        served = copy.deepcopy(base)
+        config = LoraConfig(r=4, target_modules=["q_proj", target], ensure_weight_tying=True)
+        model = get_peft_model(base, config).eval()
+        canary = canary_snapshot(take_snapshot(model), 0.3)
+        source = MergeSource(model, dtype=torch.float32)
+        served.load_state_dict(dict(source.merged(canary, source.changed)), strict=False)
+        prover = Prover(model, SyncConfig(adapter_root="unused"), Ranks(1, 1))
+        prover.tokens = ids.tolist()
+        wanted = prover.expect(override=prover.canary_override(canary)).logprobs
+        with torch.no_grad():
+            found = served(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        assert (wanted - prover.expect(adapter=False).logprobs).abs().mean() > 0.01
 
     def test_tied_copies_travel_once(self, tmp_path: Path) -> None:
         model = adapted(

@@ -56,6 +56,15 @@ def _told_of_a_sync(rank: int, error: Exception | None) -> None:
     manager._conclude(SyncRecord(3, "run-v3", 3, "adapter", "filesystem", status), error)
 
 
+def _made_without_a_place_for_records() -> None:
+    """Rank 0 alone writes records, and finds a file where the folder for them should be."""
+    from torch import nn
+
+    from loraflow.manager import SyncManager
+
+    SyncManager(nn.Linear(1, 1), "http://127.0.0.1:9", collective_timeout=20.0, record_file=f"{__file__}/syncs.jsonl")
+
+
 def scenarios() -> dict[str, Any]:
     """Run on each of two ranks, in the same order."""
     rank = int(os.environ["RANK"])
@@ -83,6 +92,7 @@ def scenarios() -> dict[str, Any]:
         "elsewhere": _told_elsewhere(lambda: ranks.gather(rank)),
         "hook": _told(lambda: _told_of_a_sync(rank, None)),
         "hook_after_failure": _told(lambda: _told_of_a_sync(rank, LoadError("full"))),
+        "no_place": _told(_made_without_a_place_for_records),
         "calls": calls,
         "after": _told(lambda: ranks.on_main(lambda: "still in step")),
     }
@@ -147,6 +157,11 @@ def test_a_hook_that_fails_on_one_rank_fails_on_every_rank(outcomes: list[dict[s
 
 def test_a_hook_that_fails_does_not_hide_why_the_sync_failed(outcomes: list[dict[str, Any]]) -> None:
     assert [found["hook_after_failure"][1:3] for found in outcomes] == [("LoadError", "full")] * 2
+
+
+def test_a_manager_that_one_rank_cannot_make_is_made_on_none(outcomes: list[dict[str, Any]]) -> None:
+    assert [found["no_place"][1] for found in outcomes] == ["FileExistsError", "LoraflowError"]
+    assert "rank 0 failed: FileExistsError" in outcomes[1]["no_place"][2]
 
 
 def test_values_of_all_ranks(outcomes: list[dict[str, Any]]) -> None:

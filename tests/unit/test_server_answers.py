@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ class Answering(ThreadingHTTPServer):
         self.body: Any = MODELS
         self.status = 200
         self.asked: list[str] = []
+        self.given: list[bytes] = []
         self.meanwhile: Callable[[], None] = lambda: None
 
 
@@ -40,7 +42,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         server = self.server
         assert isinstance(server, Answering)
-        self.rfile.read(int(self.headers.get("content-length", 0)))
+        server.given.append(self.rfile.read(int(self.headers.get("content-length", 0))))
         server.asked.append(f"{self.command} {self.path}")
         server.meanwhile()
         body = server.body if isinstance(server.body, bytes) else json.dumps(server.body).encode()
@@ -204,6 +206,28 @@ def test_the_right_form_is_read(there: Answering) -> None:
     with VLLMServer(f"http://127.0.0.1:{there.server_address[1]}") as server:
         [answer] = server.generate([[1]], model="m")
         assert (answer.token_ids, answer.logprobs) == ((5, 6), (-1.0, -2.0))
+
+
+@pytest.mark.parametrize("lacking", [None, -9999.0])
+def test_a_log_prob_that_the_server_lacks_is_nan(there: Answering, lacking: float | None) -> None:
+    """vLLM writes -9999 for -inf."""
+    there.body = completion(logprobs={"token_logprobs": [-1.0, lacking]})
+    with VLLMServer(f"http://127.0.0.1:{there.server_address[1]}") as server:
+        [answer] = server.generate([[1]], model="m")
+    assert answer.logprobs[0] == -1.0
+    assert math.isnan(answer.logprobs[1])
+
+
+def test_samples_are_the_policy_s_own_whatever_the_server_s_defaults_are(there: Answering) -> None:
+    """vLLM fills in what a request leaves out from generation_config.json: top_k=20 and more, with Qwen2.5-Instruct."""
+    there.body = completion()
+    with VLLMServer(f"http://127.0.0.1:{there.server_address[1]}") as server:
+        server.generate([[1]], model="m", top_p=0.9)
+    sent = json.loads(there.given[-1])
+    plain = {"temperature": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    plain |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert {name: sent.get(name) for name in plain} == plain
+    assert sent["top_p"] == 0.9, "what is asked for is not overridden"
 
 
 @pytest.mark.parametrize(

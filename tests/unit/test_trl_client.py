@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ pytest.importorskip("trl")
 
 from loraflow.config import SyncConfig
 from loraflow.errors import CapabilityError, LoraflowError, VerifyError
+from loraflow.integrations.trl_backend import sampled_logprobs
 from loraflow.integrations.trl_client import PolicyClient
 from loraflow.integrations.trl_online_dpo import OnlineDPOClient
 from loraflow.policy import Policy
@@ -179,6 +181,25 @@ def test_log_probs_beside_images_are_read_from_old_and_new_servers(token: dict[s
     assert answer["logprobs"] == [[[-0.5], [None]]], "vLLM writes -9999 for NaN"
     assert answer["logprob_token_ids"] == [[[5], [5]]]
     assert [body["cache_salt"] for body in bodies] == ["run-v3"]
+
+
+def test_a_log_prob_that_vllm_lacks_is_none_of_a_completion_either() -> None:
+    """-9999 is what vLLM writes for -inf: taken for a number, a truncating correction gives it the largest weight."""
+    manager = Manager(Server("http://a"))
+
+    def request(method: str, path: str, *, json: Any, **_: Any) -> Any:
+        tokens = ["token_id:5", "token_id:6"]
+        tops = [{"token_id:5": -0.5, "token_id:8": -9999.0}, {"token_id:6": -9999.0, "token_id:7": -0.1}]
+        logprobs = {"tokens": tokens, "token_logprobs": [-0.5, -9999.0], "top_logprobs": tops}
+        choice = {"prompt_token_ids": [1, 2], "token_ids": [5, 6], "logprobs": logprobs}
+        return {"model": json["model"], "choices": [choice]}
+
+    manager.servers[0].request = request  # type: ignore[method-assign]
+    answer = client(manager).generate([[1, 2]], logprobs=1)
+    assert answer["logprobs"][0][0] == [-0.5, -9999.0], "another candidate may well be ruled out"
+    [found] = sampled_logprobs(answer["completion_ids"], answer["logprobs"], answer["logprob_token_ids"])
+    assert found[0] == -0.5
+    assert math.isnan(found[1])
 
 
 def test_online_dpo_s_failure_waits_until_every_rank_can_raise_it() -> None:
