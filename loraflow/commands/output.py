@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from loraflow.errors import AdapterError, LoraflowError
 
-__all__ = ["Output", "only_a_document"]
+__all__ = ["Output", "only_a_document", "stdout_failed"]
 
 _FILE_WIDTH = 140  # columns of tables that go to a file or a pipe
 
@@ -57,15 +57,28 @@ def only_a_document() -> Iterator[_Stdout]:
     own.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
-    with os.fdopen(kept, "w", encoding="utf-8") as file:
-        token = _STDOUT.set(_Stdout(file))
-        try:
-            yield _STDOUT.get() or _Stdout(file)
-        finally:
-            _STDOUT.reset(token)
-            own.flush()
-            file.flush()
-            os.dup2(kept, 1)
+    file = os.fdopen(kept, "w", encoding="utf-8")
+    token = _STDOUT.set(_Stdout(file))
+    try:
+        yield _STDOUT.get() or _Stdout(file)
+    finally:
+        _STDOUT.reset(token)
+        own.flush()
+        os.dup2(kept, 1)
+        with suppress(OSError):  # what could not be written was told by whoever wrote it
+            file.close()
+
+
+def stdout_failed(error: OSError) -> int:
+    """Say that stdout takes nothing (its disk is full), give up what was not written, and return the exit code."""
+    Console(stderr=True, soft_wrap=True).print(
+        f"the output cannot be written: {error.strerror or error}", style="red", markup=False, highlight=False
+    )
+    with suppress(OSError, ValueError):  # else Python tries again as it ends, and tells that with a traceback
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    return 1
 
 
 class Output:
@@ -140,9 +153,9 @@ class Output:
         content: dict[str, Any] = {"type": kind, "message": message}
         if problems is not None:
             content["problems"] = problems
-        self.document({"error": content})
         text = message if kind == "KeyboardInterrupt" else f"{kind}: {message}"
         Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
+        self.document({"error": content})
 
 
 def _place(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -224,6 +225,25 @@ def test_in_a_process_of_its_own_stdout_is_the_document_alone(tmp_path: Path) ->
         assert set(json.loads(done.stdout)) == ({"argv", "env", "url"} if code == 0 else {"error"})
         assert "from C" in done.stderr
         assert "from a child" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "args", [("check", "--json"), ("serve", "--json"), ("serve", "m", "--print-command"), ("--help",)]
+)
+@pytest.mark.parametrize("reader", ["gone", "full disk"])
+def test_an_output_that_takes_nothing_is_told_in_a_line(args: tuple[str, ...], reader: str) -> None:
+    if reader == "gone":
+        read, write = os.pipe()
+        os.close(read)
+    else:
+        write = os.open("/dev/full", os.O_WRONLY)
+    with os.fdopen(write, "wb") as stdout:
+        call = [sys.executable, "-m", "loraflow", *args]
+        done = subprocess.run(call, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert reader == "gone" or "No space left on device" in done.stderr
 
 
 # ---------------------------------------------------------------- serve
