@@ -155,6 +155,10 @@ def test_a_base_that_cannot_be_read(adapter: Path, tmp_path: Path) -> None:
     code, answer, _ = run("check", str(adapter), "--base", str(adapter))
     assert (code, answer["servable"]) == (1, False)
     assert "folder of an adapter" in answer["problems"][0]["message"]
+    for misspelt in (str(tmp_path / "nowhere"), "./nowhere", "models/of/mine", ""):
+        code, answer, _ = run("check", str(adapter), "--base", misspelt)
+        assert (code, answer["servable"]) == (1, False)
+        assert "there is no such folder" in answer["problems"][0]["message"]
 
 
 @pytest.mark.parametrize("command", ["push", "plan"])
