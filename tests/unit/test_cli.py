@@ -283,6 +283,39 @@ def test_serve_reads_every_option_or_refuses_it(args: tuple[str, ...]) -> None:
     assert "would not be read" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("",), "empty name"),
+        (("m", "--host", ""), "the host is ''"),
+        (("m", "--host", "http://10.0.0.5"), "expected a host name"),
+        (("m", "--adapter-root", " "), "names no folder"),
+    ],
+)
+def test_serve_refuses_what_a_variable_that_is_not_set_makes(args: tuple[str, ...], told: str) -> None:
+    """To vLLM an empty host means every address of this machine."""
+    code, answer, _ = run("serve", "--print-command", *args)
+    assert (code, answer["error"]["type"]) == (1, "ConfigError")
+    assert told in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"\xff\xfe\x00", "is not valid YAML"),
+        (b"base_model: m\nwhen: 2020-13-45\n", "is not valid YAML"),
+        (b"base_model: " + b"[" * 5000, "is not valid YAML"),
+        (b"base_model: m\ntrl: {use_vllm: true}\nloraflow: {on: true}\n", "True is no name of an option"),
+    ],
+    ids=["no UTF-8", "no date", "deep", "a key that is no text"],
+)
+def test_serve_on_an_axolotl_config_that_cannot_be_read(content: bytes, told: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_bytes(content)
+    code, answer, _ = run("serve", "--print-command", "--axolotl", str(tmp_path / "c.yaml"))
+    assert (code, answer["error"]["type"]) == (1, "ConfigError")
+    assert told in answer["error"]["message"]
+
+
 def test_serve_passes_on_what_follows_an_axolotl_config(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("base_model: m\nadapter: lora\nlora_r: 8\nrl: grpo\ntrl: {use_vllm: true}\n")
     code, answer, _ = run(
