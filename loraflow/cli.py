@@ -263,7 +263,8 @@ def bench(
 
         options: dict[str, Any] = {"preset": preset, "server": server, "rank": rank, "repeats": repeats, "out": out}
         options |= {"model": model, "adapter": adapter, "scale": scale}
-        report = run_bench(output, transports=transports.split(",") if transports else None, **options)
+        ways = None if transports is None else [way.strip() for way in transports.split(",")]
+        report = run_bench(output, transports=ways, **options)
     output.document(report)
 
 

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -20,9 +21,9 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
 
-from loraflow.errors import AdapterError, LoraflowError
+from loraflow.errors import AdapterError, ConfigError, LoraflowError
 
-__all__ = ["Output", "only_a_document", "stdout_failed"]
+__all__ = ["Output", "make_folder", "only_a_document", "stdout_failed"]
 
 _FILE_WIDTH = 140  # columns of tables that go to a file or a pipe
 
@@ -156,6 +157,21 @@ class Output:
         text = message if kind == "KeyboardInterrupt" else f"{kind}: {message}"
         Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
         self.document({"error": content})
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder that results go to (``--out``), where it is not there yet, and see that it can be written to.
+
+    Raises:
+        ConfigError: It cannot be.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written to {folder}: {error.strerror or error}", hint="give another folder with --out"
+        ) from error
 
 
 def _place(error: BaseException) -> str:

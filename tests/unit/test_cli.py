@@ -336,6 +336,39 @@ def test_serve_without_vllm_says_one_thing(monkeypatch: pytest.MonkeyPatch) -> N
     assert (code, set(answer)) == (1, {"error"})
 
 
+# ---------------------------------------------------------------- bench, demo
+
+
+@pytest.mark.parametrize(
+    ("args", "kind", "told"),
+    [
+        (("--server", "ftp://a"), "ConfigError", "no URL of a server"),
+        (("--server", "http://127.0.0.1:9"), "Unreachable", "connection refused"),
+        (("--transports", ""), "ConfigError", "no way of syncing is called ''"),
+        (("--transports", "direct, teleport"), "ConfigError", "no way of syncing is called 'teleport'"),
+        (("--scale", "rank=1,8", "--transports", "direct,teleport"), "ConfigError", "'teleport'"),
+        (("--scale", "rank=1,8", "--transports", "direct, fold"), "ConfigError", "fold is none"),
+    ],
+)
+def test_bench_looks_at_its_options_before_anything_is_started(
+    args: tuple[str, ...], kind: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraflow.bench.session.make_server", lambda _: pytest.fail("a server was started"))
+    code, answer, _ = run("bench", "--out", str(tmp_path), *args)
+    assert (code, answer["error"]["type"]) == (1, kind)
+    assert told in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_a_folder_for_results_that_cannot_be_written_to(command: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/loraflow")):
+        code, answer, _ = run(command, "--out", str(out))
+        assert (code, answer["error"]["type"]) == (1, "ConfigError")
+        assert str(out) in answer["error"]["message"]
+        assert "--out" in answer["error"]["message"]
+
+
 # ---------------------------------------------------------------- status, push
 
 
