@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typing_extensions import override
 
-from loraflow.commands.output import Output, only_a_document, stdout_failed
+from loraflow.commands.output import Output, only_a_document, ready_stdout, stdout_failed
 from loraflow.config import SyncConfig, default_adapter_root
 from loraflow.errors import AdapterError, ConfigError, LoraflowError
 
@@ -65,6 +65,7 @@ TransportName = Literal["auto", "adapter", "merged"]
 
 def main() -> None:
     """Entry point of the console script."""
+    ready_stdout()
     app()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -23,7 +24,7 @@ from rich.table import Table
 
 from loraflow.errors import AdapterError, ConfigError, LoraflowError
 
-__all__ = ["Output", "make_folder", "only_a_document", "stdout_failed"]
+__all__ = ["Output", "make_folder", "only_a_document", "ready_stdout", "stdout_failed"]
 
 _FILE_WIDTH = 140  # columns of tables that go to a file or a pipe
 
@@ -68,6 +69,15 @@ def only_a_document() -> Iterator[_Stdout]:
         os.dup2(kept, 1)
         with suppress(OSError):  # what could not be written was told by whoever wrote it
             file.close()
+
+
+def ready_stdout() -> None:
+    """Let nothing fail for what stdout is: a closed one goes nowhere, what its encoding lacks is written as ``?``."""
+    own = cast("TextIO | None", sys.stdout)
+    if own is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+    elif isinstance(own, io.TextIOWrapper) and own.errors == "strict":
+        own.reconfigure(errors="replace")
 
 
 def stdout_failed(error: OSError) -> int:

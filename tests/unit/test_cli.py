@@ -231,9 +231,7 @@ def test_in_a_process_of_its_own_stdout_is_the_document_alone(tmp_path: Path) ->
         assert "from a child" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "args", [("check", "--json"), ("serve", "--json"), ("serve", "m", "--print-command"), ("--help",)]
-)
+@pytest.mark.parametrize("args", [("check", "--json"), ("--help",)], ids=" ".join)
 @pytest.mark.parametrize("reader", ["gone", "full disk"])
 def test_an_output_that_takes_nothing_is_told_in_a_line(args: tuple[str, ...], reader: str) -> None:
     if reader == "gone":
@@ -248,6 +246,22 @@ def test_an_output_that_takes_nothing_is_told_in_a_line(args: tuple[str, ...], r
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     assert reader == "gone" or "No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize("args", [("serve", "--json"), ("doctor",)], ids=" ".join)
+def test_no_command_fails_for_what_stdout_is(args: tuple[str, ...]) -> None:
+    """One that is closed, and one whose encoding lacks the signs that tables are made of."""
+    call = [sys.executable, "-m", "loraflow", *args]
+    options: dict[str, Any] = {"stderr": subprocess.PIPE, "timeout": 300}
+    usual = subprocess.run(call, stdout=subprocess.PIPE, **options)
+    closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *call], **options)
+    narrow = subprocess.run(
+        call, stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "5"}, **options
+    )
+    for done in (closed, narrow):
+        assert done.returncode == usual.returncode
+        assert b"Traceback" not in done.stderr
+    assert narrow.stdout.isascii()
 
 
 # ---------------------------------------------------------------- serve
