@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,9 @@ class BaseShapes:
 
         if (Path(path) / CONFIG_FILE).is_file() and not (Path(path) / "config.json").is_file():
             problem = Problem("missing_file", "it is the folder of an adapter, and not that of its base model")
+            raise AdapterError(f"cannot read the base model {path}", [problem])
+        if not (str(path) and Path(path).exists()) and not _is_hub_name(str(path)):
+            problem = Problem("missing_file", "there is no such folder, and it is no name on the hub")
             raise AdapterError(f"cannot read the base model {path}", [problem])
         try:
             config = AutoConfig.from_pretrained(str(path))
@@ -141,6 +145,11 @@ def architecture_class(config: Any) -> Any:
         [Problem("base_mismatch", "the base model's architecture is not known")],
         hint="upgrade transformers, or pass the live model instead",
     )
+
+
+def _is_hub_name(name: str) -> bool:
+    """Whether ``name`` could be that of a model on the hub: ``NAME`` or ``OWNER/NAME``."""
+    return re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name, re.ASCII) is not None
 
 
 def _kind(module: nn.Module) -> tuple[str, int, int] | None:

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typing_extensions import override
 
-from loraflow.commands.output import Output, only_a_document
+from loraflow.commands.output import Output, only_a_document, ready_stdout, stdout_failed
 from loraflow.config import SyncConfig, default_adapter_root
 from loraflow.errors import AdapterError, ConfigError, LoraflowError
 
@@ -25,6 +25,12 @@ class _Commands(TyperGroup):
 
     @override
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
+        try:
+            return self._documented(args, *rest, **options)
+        except OSError as error:  # of stdout: commands tell of all others
+            sys.exit(stdout_failed(error))
+
+    def _documented(self, args: Sequence[str] | None, *rest: Any, **options: Any) -> Any:
         given = list(sys.argv[1:] if args is None else args)
         own = given[: given.index("--")] if "--" in given else given
         if "--json" not in own or "--help" in own:
@@ -59,6 +65,7 @@ TransportName = Literal["auto", "adapter", "merged"]
 
 def main() -> None:
     """Entry point of the console script."""
+    ready_stdout()
     app()
 
 
@@ -257,7 +264,8 @@ def bench(
 
         options: dict[str, Any] = {"preset": preset, "server": server, "rank": rank, "repeats": repeats, "out": out}
         options |= {"model": model, "adapter": adapter, "scale": scale}
-        report = run_bench(output, transports=transports.split(",") if transports else None, **options)
+        ways = None if transports is None else [way.strip() for way in transports.split(",")]
+        report = run_bench(output, transports=ways, **options)
     output.document(report)
 
 

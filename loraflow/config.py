@@ -228,7 +228,7 @@ class SyncConfig(BaseModel):
         return "merged" if self.vllm_lora_sync is False else self.transport
 
     @classmethod
-    def from_dict(cls, options: dict[str, Any]) -> SyncConfig:
+    def from_dict(cls, options: dict[str, Any]) -> Self:
         """Build from parsed YAML or JSON; the same checks, the same `ConfigError`."""
         if not isinstance(options, dict):
             raise ConfigError(f"the options are {options!r}, expected names and values")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -155,14 +156,20 @@ def reason_of(response: requests.Response) -> str:
     try:
         body = response.json()
     except ValueError:
-        return response.text.strip()[:500] or response.reason
+        return _words(response.text)[:500] or response.reason
     return reason_in(body)
+
+
+def _words(text: str) -> str:
+    """``text`` in one line; of a web page, such as a proxy's, its title."""
+    title = re.search(r"<title[^>]*>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
+    return " ".join((f"a web page, {title[1]}" if title else text).split())
 
 
 def reason_in(body: Any) -> str:
     """The same, of a body that is parsed already; or text, which is the reason itself."""
     if isinstance(body, str):
-        return body.strip()[:500] or "no reason given"
+        return _words(body)[:500] or "no reason given"
     if isinstance(body, Mapping):
         inner = body.get("error", body)
         if isinstance(inner, Mapping):

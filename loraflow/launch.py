@@ -145,7 +145,7 @@ def serve_command(options: ServeOptions) -> ServeCommand:
     """The command that ``loraflow serve`` runs; no effect besides looking at what is installed.
 
     Raises:
-        ConfigError: The rank, the staleness, the port or the adapter root cannot be served.
+        ConfigError: The model, the rank, the staleness, the host, the port or the adapter root cannot be served.
     """
     _check(options)
     given = {arg.split("=", 1)[0].replace("_", "-") for arg in options.extra if arg.startswith("--")}
@@ -189,6 +189,12 @@ def _check(options: ServeOptions) -> None:
         raise ConfigError(f"max_staleness is {options.max_staleness}: rollouts cannot be ahead of the newest version")
     if not 1 <= options.port <= _LAST_PORT:
         raise ConfigError(f"the port is {options.port}, expected 1 to {_LAST_PORT}")
+    if not options.model.strip():
+        raise ConfigError("the model to serve is an empty name")
+    if not options.host.strip() or not set(options.host).isdisjoint("/[] "):  # an empty one would mean every address
+        raise ConfigError(f"the host is {options.host!r}, expected a host name or an address, e.g. 127.0.0.1 or ::1")
+    if not options.adapter_root.strip():
+        raise ConfigError(f"the adapter root is {options.adapter_root!r}, which names no folder")
 
 
 def _roots(adapter_root: str) -> dict[str, str]:

@@ -60,7 +60,7 @@ def serve_options_from_axolotl(path: str) -> ServeOptions:
         parsed = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"the Axolotl config cannot be read: {error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, or a date that is none
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(parsed, Mapping):
         raise ConfigError(f"{path} is no Axolotl config: it has no keys")

@@ -88,11 +88,11 @@ def read_header(path: Path) -> Header:
         size = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if len(prefix) < 8 or length > size - 8:
-                raise _damaged(
-                    path, f"the header needs {length} bytes, the file has {max(size - 8, 0)} after its length"
-                )
+            if len(prefix) < 8:
+                raise _damaged(path, f"it has {size} bytes, fewer than the length of a header takes")
+            length = struct.unpack("<Q", prefix)[0]
+            if length > size - 8:
+                raise _damaged(path, f"the header needs {length} bytes, the file has {size - 8} after its length")
             if length > MAX_HEADER_BYTES:
                 raise _damaged(path, f"a header of {length} bytes is larger than the {MAX_HEADER_BYTES} allowed")
             text = file.read(length)

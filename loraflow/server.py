@@ -266,7 +266,7 @@ class VLLMServer:
         """The base model and every adapter name that requests may use."""
         answer = self.request("GET", "/v1/models", retry=True)
         with understood("the list of models", self.url):
-            return [ServedModel(m["id"], m.get("root") or m["id"], m.get("parent")) for m in answer["data"]]
+            return [ServedModel.from_answer(model) for model in answer["data"]]
 
     # ---------------------------------------------------------------- adapters
 

@@ -26,6 +26,14 @@ class ServedModel:
     root: str
     parent: str | None
 
+    @classmethod
+    def from_answer(cls, entry: Mapping[str, Any]) -> ServedModel:
+        """The entry as the server gives it; raises `TypeError` where a name in it is no text."""
+        name, root, parent = entry["id"], entry.get("root") or entry["id"], entry.get("parent")
+        if not (isinstance(name, str) and isinstance(root, str) and isinstance(parent, str | None)):
+            raise TypeError(f"a model is called {name!r}")
+        return cls(name, root, parent)
+
 
 @dataclass(frozen=True)
 class LoraInfo:

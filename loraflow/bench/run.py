@@ -18,8 +18,10 @@ from loraflow.bench.scale import parse_scale, run_scale
 from loraflow.bench.scale_report import Axis
 from loraflow.bench.serving import Serving
 from loraflow.bench.session import Session, Settings
+from loraflow.commands.output import make_folder
 from loraflow.errors import ConfigError, LoraflowError
 from loraflow.launch import require_vllm
+from loraflow.server import VLLMServer
 
 if TYPE_CHECKING:
     from loraflow.commands.output import Output
@@ -117,7 +119,7 @@ def run_bench(
         The report (see `loraflow.bench.report.Report`), with the paths of what was written under ``files``.
 
     Raises:
-        LoraflowError: vLLM is missing, nothing could be measured, or an option is wrong.
+        LoraflowError: vLLM is missing, the server does not answer, nothing could be measured, or an option is wrong.
     """
     device = _device()
     shape, rank = _shape(preset, model, adapter, rank, device)
@@ -126,9 +128,13 @@ def run_bench(
     scaling = None if scale is None else _scaling(scale, shape, server, device)
     if server is None:
         require_vllm()
+    else:
+        with VLLMServer(server) as given:
+            given.refresh()
+            server = given.url
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     rounds = min(_ROUNDS, repeats)
     settings = Settings(
         preset=shape,
@@ -139,9 +145,12 @@ def run_bench(
         block=-(-repeats // rounds),
         pause=0.05 if device.type == "cpu" else 0.4,
     )
-    if scaling is not None:
-        return run_scale(output, settings, *scaling, ways=transports, out=out)
     planned, skipped = plan_ways(transports, backend=settings.backend, given_server=server is not None)
+    if scaling is not None:
+        others = sorted(set(transports or ()) - set(planned["lora"]))
+        if others:
+            raise ConfigError(f"scaling curves are of ways into LoRA slots, and {others[0]} is none")
+        return run_scale(output, settings, *scaling, ways=transports, out=out)
     with Session(settings, lambda line: output.say(line, style="dim")) as session, _progress(output) as bar:
         session.given = server
         task = bar.add_task("", total=sum(map(bool, planned.values())) + 1)

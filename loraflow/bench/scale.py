@@ -59,7 +59,7 @@ def run_scale(
     Raises:
         LoraflowError: Nothing could be measured.
     """
-    ways = list(ways or SCALE_WAYS)
+    ways = list(SCALE_WAYS if ways is None else ways)
     points: list[Point] = []
 
     def tell(line: str) -> None:

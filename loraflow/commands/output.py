@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
 
-from loraflow.errors import AdapterError, LoraflowError
+from loraflow.errors import AdapterError, ConfigError, LoraflowError
 
-__all__ = ["Output", "only_a_document"]
+__all__ = ["Output", "make_folder", "only_a_document", "ready_stdout", "stdout_failed"]
 
 _FILE_WIDTH = 140  # columns of tables that go to a file or a pipe
 
@@ -57,15 +59,37 @@ def only_a_document() -> Iterator[_Stdout]:
     own.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
-    with os.fdopen(kept, "w", encoding="utf-8") as file:
-        token = _STDOUT.set(_Stdout(file))
-        try:
-            yield _STDOUT.get() or _Stdout(file)
-        finally:
-            _STDOUT.reset(token)
-            own.flush()
-            file.flush()
-            os.dup2(kept, 1)
+    file = os.fdopen(kept, "w", encoding="utf-8")
+    token = _STDOUT.set(_Stdout(file))
+    try:
+        yield _STDOUT.get() or _Stdout(file)
+    finally:
+        _STDOUT.reset(token)
+        own.flush()
+        os.dup2(kept, 1)
+        with suppress(OSError):  # what could not be written was told by whoever wrote it
+            file.close()
+
+
+def ready_stdout() -> None:
+    """Let nothing fail for what stdout is: a closed one goes nowhere, what its encoding lacks is written as ``?``."""
+    own = cast("TextIO | None", sys.stdout)
+    if own is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+    elif isinstance(own, io.TextIOWrapper) and own.errors == "strict":
+        own.reconfigure(errors="replace")
+
+
+def stdout_failed(error: OSError) -> int:
+    """Say that stdout takes nothing (its disk is full), give up what was not written, and return the exit code."""
+    Console(stderr=True, soft_wrap=True).print(
+        f"the output cannot be written: {error.strerror or error}", style="red", markup=False, highlight=False
+    )
+    with suppress(OSError, ValueError):  # else Python tries again as it ends, and tells that with a traceback
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    return 1
 
 
 class Output:
@@ -140,9 +164,24 @@ class Output:
         content: dict[str, Any] = {"type": kind, "message": message}
         if problems is not None:
             content["problems"] = problems
-        self.document({"error": content})
         text = message if kind == "KeyboardInterrupt" else f"{kind}: {message}"
         Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
+        self.document({"error": content})
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder that results go to (``--out``), where it is not there yet, and see that it can be written to.
+
+    Raises:
+        ConfigError: It cannot be.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written to {folder}: {error.strerror or error}", hint="give another folder with --out"
+        ) from error
 
 
 def _place(error: BaseException) -> str:

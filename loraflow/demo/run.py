@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from loraflow.commands.output import Output
+from loraflow.commands.output import Output, make_folder
 from loraflow.demo.checks import run_checks
 from loraflow.demo.report import plot_run, show_run
 from loraflow.demo.tiny import make_tiny_model
@@ -47,7 +47,7 @@ def run_demo(output: Output, out: Path, *, steps: int = 30) -> dict[str, Any]:
     _require_trl()
     began = time.monotonic()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     model = make_tiny_model(out / "model")
     output.say(f"made a random Qwen2 of 4 layers and its tokenizer in {model}")
     with _server(model, out) as server:

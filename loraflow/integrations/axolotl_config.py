@@ -188,7 +188,7 @@ def resolve(cfg: Mapping[str, Any]) -> dict[str, Any]:
     if depth:
         own.setdefault("max_staleness", max(depth, SyncConfig.model_fields["max_staleness"].default))
     own["servers"] = server_urls(cfg)
-    section = LoraflowSection(**own)
+    section = LoraflowSection.from_dict(own)
     CorrectionOptions.from_config(section)
     return {name: getattr(section, name) for name in own} | {"servers": own["servers"]}
 

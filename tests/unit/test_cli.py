@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -154,6 +155,10 @@ def test_a_base_that_cannot_be_read(adapter: Path, tmp_path: Path) -> None:
     code, answer, _ = run("check", str(adapter), "--base", str(adapter))
     assert (code, answer["servable"]) == (1, False)
     assert "folder of an adapter" in answer["problems"][0]["message"]
+    for misspelt in (str(tmp_path / "nowhere"), "./nowhere", "models/of/mine", ""):
+        code, answer, _ = run("check", str(adapter), "--base", misspelt)
+        assert (code, answer["servable"]) == (1, False)
+        assert "there is no such folder" in answer["problems"][0]["message"]
 
 
 @pytest.mark.parametrize("command", ["push", "plan"])
@@ -226,6 +231,39 @@ def test_in_a_process_of_its_own_stdout_is_the_document_alone(tmp_path: Path) ->
         assert "from a child" in done.stderr
 
 
+@pytest.mark.parametrize("args", [("check", "--json"), ("--help",)], ids=" ".join)
+@pytest.mark.parametrize("reader", ["gone", "full disk"])
+def test_an_output_that_takes_nothing_is_told_in_a_line(args: tuple[str, ...], reader: str) -> None:
+    if reader == "gone":
+        read, write = os.pipe()
+        os.close(read)
+    else:
+        write = os.open("/dev/full", os.O_WRONLY)
+    with os.fdopen(write, "wb") as stdout:
+        call = [sys.executable, "-m", "loraflow", *args]
+        done = subprocess.run(call, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert reader == "gone" or "No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize("args", [("serve", "--json"), ("doctor",)], ids=" ".join)
+def test_no_command_fails_for_what_stdout_is(args: tuple[str, ...]) -> None:
+    """One that is closed, and one whose encoding lacks the signs that tables are made of."""
+    call = [sys.executable, "-m", "loraflow", *args]
+    options: dict[str, Any] = {"stderr": subprocess.PIPE, "timeout": 300}
+    usual = subprocess.run(call, stdout=subprocess.PIPE, **options)
+    closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *call], **options)
+    narrow = subprocess.run(
+        call, stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "5"}, **options
+    )
+    for done in (closed, narrow):
+        assert done.returncode == usual.returncode
+        assert b"Traceback" not in done.stderr
+    assert narrow.stdout.isascii()
+
+
 # ---------------------------------------------------------------- serve
 
 
@@ -259,6 +297,39 @@ def test_serve_reads_every_option_or_refuses_it(args: tuple[str, ...]) -> None:
     assert "would not be read" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("",), "empty name"),
+        (("m", "--host", ""), "the host is ''"),
+        (("m", "--host", "http://10.0.0.5"), "expected a host name"),
+        (("m", "--adapter-root", " "), "names no folder"),
+    ],
+)
+def test_serve_refuses_what_a_variable_that_is_not_set_makes(args: tuple[str, ...], told: str) -> None:
+    """To vLLM an empty host means every address of this machine."""
+    code, answer, _ = run("serve", "--print-command", *args)
+    assert (code, answer["error"]["type"]) == (1, "ConfigError")
+    assert told in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"\xff\xfe\x00", "is not valid YAML"),
+        (b"base_model: m\nwhen: 2020-13-45\n", "is not valid YAML"),
+        (b"base_model: " + b"[" * 5000, "is not valid YAML"),
+        (b"base_model: m\ntrl: {use_vllm: true}\nloraflow: {on: true}\n", "True is no name of an option"),
+    ],
+    ids=["no UTF-8", "no date", "deep", "a key that is no text"],
+)
+def test_serve_on_an_axolotl_config_that_cannot_be_read(content: bytes, told: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_bytes(content)
+    code, answer, _ = run("serve", "--print-command", "--axolotl", str(tmp_path / "c.yaml"))
+    assert (code, answer["error"]["type"]) == (1, "ConfigError")
+    assert told in answer["error"]["message"]
+
+
 def test_serve_passes_on_what_follows_an_axolotl_config(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("base_model: m\nadapter: lora\nlora_r: 8\nrl: grpo\ntrl: {use_vllm: true}\n")
     code, answer, _ = run(
@@ -277,6 +348,39 @@ def test_serve_without_vllm_says_one_thing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "require_vllm", missing)
     code, answer, _ = run("serve", "m")
     assert (code, set(answer)) == (1, {"error"})
+
+
+# ---------------------------------------------------------------- bench, demo
+
+
+@pytest.mark.parametrize(
+    ("args", "kind", "told"),
+    [
+        (("--server", "ftp://a"), "ConfigError", "no URL of a server"),
+        (("--server", "http://127.0.0.1:9"), "Unreachable", "connection refused"),
+        (("--transports", ""), "ConfigError", "no way of syncing is called ''"),
+        (("--transports", "direct, teleport"), "ConfigError", "no way of syncing is called 'teleport'"),
+        (("--scale", "rank=1,8", "--transports", "direct,teleport"), "ConfigError", "'teleport'"),
+        (("--scale", "rank=1,8", "--transports", "direct, fold"), "ConfigError", "fold is none"),
+    ],
+)
+def test_bench_looks_at_its_options_before_anything_is_started(
+    args: tuple[str, ...], kind: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraflow.bench.session.make_server", lambda _: pytest.fail("a server was started"))
+    code, answer, _ = run("bench", "--out", str(tmp_path), *args)
+    assert (code, answer["error"]["type"]) == (1, kind)
+    assert told in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_a_folder_for_results_that_cannot_be_written_to(command: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/loraflow")):
+        code, answer, _ = run(command, "--out", str(out))
+        assert (code, answer["error"]["type"]) == (1, "ConfigError")
+        assert str(out) in answer["error"]["message"]
+        assert "--out" in answer["error"]["message"]
 
 
 # ---------------------------------------------------------------- status, push

@@ -457,6 +457,33 @@ def test_truncated_files(keep: int, damage: Damage, base: BaseShapes) -> None:
     refused(damage, base, "truncated_file")
 
 
+@pytest.mark.parametrize("keep", [0, 5])
+def test_a_file_too_short_for_a_header_says_so(keep: int, damage: Damage, base: BaseShapes) -> None:
+    file = damage.folder / TENSOR_FILE
+    file.write_bytes(file.read_bytes()[:keep])
+    assert refused(damage, base, "truncated_file").startswith(f"it has {keep} bytes")
+
+
+@pytest.mark.parametrize(
+    ("shape", "nbytes"),
+    [([10**30, 0], 0), ([1] * 100, 4), ([1 << 20, 1 << 18], 1 << 40)],
+    ids=["wide", "deep", "large"],
+)
+def test_sizes_that_are_not_the_bases_are_not_read(
+    shape: list[int], nbytes: int, damage: Damage, base: BaseShapes
+) -> None:
+    """No tensor could be made of them, or none that fits into memory (the file is sparse)."""
+    name = next(iter(damage.tensors))
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, nbytes]}}).encode()
+    with (damage.folder / TENSOR_FILE).open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + nbytes)
+    result = check_folder(damage.folder, base)
+    assert result.transport is None
+    assert codes(result) >= {"incomplete"}
+    assert name in {problem.tensor for problem in result.problems}
+
+
 @pytest.mark.parametrize(
     "values",
     [

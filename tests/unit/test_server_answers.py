@@ -201,6 +201,24 @@ def test_an_answer_of_another_form_is_an_error_of_that_server(there: Answering, 
             assert lacking or is_servers_fault(caught.value)
 
 
+@pytest.mark.parametrize("entry", [{"id": 5}, {"id": "m", "root": 5}, {"id": "m", "parent": ["m"]}, {"id": None}])
+def test_a_model_whose_names_are_no_text_is_refused(there: Answering, entry: dict[str, Any]) -> None:
+    there.body = {"data": [entry]}
+    with VLLMServer(f"http://127.0.0.1:{there.server_address[1]}") as server:
+        for call in (server.models, server.refresh):
+            with pytest.raises(BadAnswer):
+                call()
+
+
+@pytest.mark.parametrize("route", ["/v1/models", "/v1/completions"])
+def test_a_proxys_page_is_told_by_its_title(there: Answering, route: str) -> None:
+    there.status, there.body = 502, b"<html>\n<head><title>502 Bad\nGateway</title></head>\n<body>nginx</body></html>"
+    with VLLMServer(f"http://127.0.0.1:{there.server_address[1]}") as server:
+        with pytest.raises(HTTPFailure) as caught:
+            server.models() if route == "/v1/models" else server.prompt_logprobs([1, 2], model="m")
+        assert caught.value.reason == "a web page, 502 Bad Gateway"
+
+
 def test_the_right_form_is_read(there: Answering) -> None:
     there.body = completion()
     with VLLMServer(f"http://127.0.0.1:{there.server_address[1]}") as server:
