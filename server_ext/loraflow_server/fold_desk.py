@@ -91,10 +91,7 @@ class FoldDesk:
         tensors = checks.check_adapter(body.get("tensors"), self._settings.limits)
         modules = _modules(body.get("modules"), tensors)
         self._may_take(run_id)
-        if self._engine.loaded():
-            raise PluginError(
-                "adapters_loaded", "adapters are loaded: unload them before weights are folded (rule 8)", status=409
-            )
+        self._engine.need_no_adapters()
         layout_id = content_id([tensors, modules])
         async with self._engine.paused():
             if self._lease is not None and (self._lease.run_id, self._lease.layout_id) != (run_id, layout_id):
@@ -141,6 +138,7 @@ class FoldDesk:
             raise PluginError("bad_request", "expected is a list of checksums")
         source = await source_of(body)
         start = time.perf_counter()
+        self._engine.need_no_adapters()  # the base may have been pristine since the layout was agreed
         await self._weights.before_update()
         noted = time.perf_counter()
         async with self._engine.paused(needed=self._engine.several):

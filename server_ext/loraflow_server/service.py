@@ -290,6 +290,7 @@ class Service:
         incoming, label, timeout = checks.check_incoming(body, self.settings.limits)
         async with self.lock, self._lifeline.held(gone) as path:
             self.folds.need_idle()
+            self.engine.need_no_adapters()
             answer = await self.weights.receive({**incoming, "lifeline": path}, label, timeout)
         self.metrics.add("loraflow_receives_total")
         return answer

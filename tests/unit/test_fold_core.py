@@ -101,7 +101,9 @@ class Site:
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(worker_extension_cls="loraflow_server.worker.LoraflowWorker")
         )
-        engine = Engine(SimpleNamespace(engine_core=client, vllm_config=config), SimpleNamespace(lora_requests={}), 1)
+        self.adapters: dict[str, Any] = {}
+        models = SimpleNamespace(lora_requests=self.adapters)
+        engine = Engine(SimpleNamespace(engine_core=client, vllm_config=config), models, 1)
         self.desk = FoldDesk(engine, BaseWeights(engine), Settings())
         self.model = peft_model(folder, r=4, target_modules=["q_proj", "up_proj"])
         spec = AdapterSpec.from_model(self.model)
@@ -267,6 +269,19 @@ def test_a_server_that_sleeps_is_not_written_to(site: Site) -> None:
     with pytest.raises(PluginError, match="wake it up"):
         site.fold(0)
     assert site.serves(before)
+
+
+def test_an_adapter_that_came_after_the_layout_is_not_served_over_folded_weights(site: Site) -> None:
+    """Loaded while the base was pristine still, by a push beside the run or through vLLM's own route."""
+    start = site.weights
+    site.adapters["other-v1"] = SimpleNamespace(lora_int_id=1, lora_path="/adapters/other")
+    with pytest.raises(PluginError, match="adapters are loaded") as caught:
+        site.fold(0)
+    assert (caught.value.code, caught.value.status) == ("adapters_loaded", 409)
+    assert site.serves(start)
+    assert site.desk.describe()["policy"] is None
+    site.adapters.clear()
+    site.fold(0)
 
 
 def test_a_module_that_makes_no_sense_is_refused(site: Site) -> None:

@@ -26,6 +26,7 @@ from fastapi.testclient import TestClient
 from loraflow.server import HTTPFailure, VLLMServer
 from loraflow_server import axolotl_routes, guard
 from loraflow_server.cache import allowed_url
+from loraflow_server.engine import Engine, Loaded
 from loraflow_server.errors import PluginError
 from loraflow_server.lifeline import still_wanted
 from loraflow_server.routes import LoraflowEndpoints
@@ -415,3 +416,16 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_no_weights_are_received_under_an_adapter_that_came_meanwhile(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the trainer's look at the names and its broadcast."""
+    monkeypatch.setattr(Service, "capabilities", lambda self: ["receive"])
+    monkeypatch.setattr(Engine, "loaded", lambda self: {"other-v1": Loaded("other-v1", 1, "/adapters/other")})
+    body = {"layout_id": "l", "names": ["a"], "dtypes": ["float32"], "buckets": [1], "label": "v1", "timeout": 60}
+    status, answer = post(url, "/weights/receive", json.dumps(body))
+    assert (status, answer["error"]["code"]) == (409, "adapters_loaded")
+    monkeypatch.undo()
+    assert not send(url, "GET", PREFIX + "/status")[1]["weights_touched"]
