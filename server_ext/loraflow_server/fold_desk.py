@@ -133,6 +133,8 @@ class FoldDesk:
         """Fold a version: ``{"run_id", "policy", "layout_id", "source", "expected"?, "check"?}``."""
         run_id, policy = checks.check_name(body.get("run_id")), checks.check_name(body.get("policy"))
         lease = self._held(run_id, body.get("layout_id"))
+        if policy in {lease.policy, lease.before[0]}:  # taking it back would take back the one that is served
+            raise PluginError("name_used", f"{policy!r} is folded, or was before: a name is used once", status=409)
         expected = body.get("expected")
         if expected is not None and not (isinstance(expected, list) and all(map(_is_checksum, expected))):
             raise PluginError("bad_request", "expected is a list of checksums")
@@ -191,7 +193,7 @@ class FoldDesk:
             await self._engine.fresh_caches()
         undone = any(rank["undone"] for ranks in engines for rank in ranks)
         if undone:
-            lease.policy, lease.digest = lease.before
+            (lease.policy, lease.digest), lease.before = lease.before, (None, None)
         return {"policy": lease.policy, "undone": undone}
 
     async def reset(self, body: Mapping[str, Any]) -> dict[str, Any]:

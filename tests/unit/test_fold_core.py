@@ -271,6 +271,29 @@ def test_a_server_that_sleeps_is_not_written_to(site: Site) -> None:
     assert site.serves(before)
 
 
+def test_what_was_taken_back_twice_is_the_base_and_says_so(site: Site) -> None:
+    start = site.weights
+    site.fold(0)
+    site.fold(1)
+    for policy, left in (("v1", "v0"), ("v0", None)):
+        body = {"run_id": "run", "policy": policy, "layout_id": site.layout_id}
+        assert site.run(site.desk.undo(body)) == {"policy": left, "undone": True}
+    assert site.serves(start)
+    assert (site.desk.describe()["policy"], site.desk.describe()["digest"]) == (None, None)
+
+
+def test_a_name_that_is_folded_means_what_it_meant(site: Site) -> None:
+    site.fold(0)
+    site.fold(1)
+    before = site.weights
+    for version in (1, 0):
+        with pytest.raises(PluginError, match="a name is used once") as caught:
+            site.fold(version, expected=[1] * len(site.shapes))
+        assert caught.value.code == "name_used"
+        assert site.serves(before)
+        assert site.desk.describe()["policy"] == "v1"
+
+
 def test_an_adapter_that_came_after_the_layout_is_not_served_over_folded_weights(site: Site) -> None:
     """Loaded while the base was pristine still, by a push beside the run or through vLLM's own route."""
     start = site.weights
