@@ -453,3 +453,19 @@ def test_a_repacked_weight_is_refused() -> None:
         Fold(model, modules, shapes)
     assert caught.value.code == "not_live"
     assert torch.equal(model.layer.weight, before)
+
+
+def test_a_layer_that_fails_while_it_is_tried_keeps_its_weights() -> None:
+    model = Repacked(live=True)
+    before, calls = model.layer.weight.clone(), iter((False, True))
+    honest = model.layer.quant_method.apply
+
+    def apply(layer: Any, x: torch.Tensor, bias: Any) -> torch.Tensor:
+        if next(calls):
+            raise RuntimeError("CUDA out of memory")
+        return honest(layer, x, bias)
+
+    model.layer.quant_method.apply = apply
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Fold(model, [FoldModule("w", (4, 4), 0, 1, 1.0, transposed=False)], [(2, 4), (4, 2)])
+    assert torch.equal(model.layer.weight, before)
