@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +101,13 @@ class FoldDesk:
                 self._lease = None
             if self._lease is None:
                 await self._weights.need_pristine()
-            engines = await self._engine.workers("loraflow_fold_layout", layout_id, modules, list(tensors.values()))
+            try:
+                engines = await self._engine.workers("loraflow_fold_layout", layout_id, modules, list(tensors.values()))
+            except PluginError:
+                if self._lease is None:  # ranks that could would keep their copies, and nobody would use them
+                    with suppress(PluginError):  # the reason is the first one
+                        await self._engine.workers("loraflow_fold_reset")
+                raise
         ranks = [_rank(rank) for rank in engines[0]]
         missing = _not_covered(modules, ranks)
         differ = any([_rank(rank) for rank in other] != ranks for other in engines[1:])

@@ -271,6 +271,25 @@ def test_a_server_that_sleeps_is_not_written_to(site: Site) -> None:
     assert site.serves(before)
 
 
+def test_a_layout_that_one_rank_refuses_leaves_no_copy_on_the_others(site: Site) -> None:
+    start = site.weights
+    site.run(site.desk.reset({"run_id": "run"}))
+    victim = site.ranks[-1]
+
+    def refuses() -> Any:
+        raise PluginError("too_little_memory", "no room for a pristine copy", status=409)
+
+    honest, victim.model_runner.get_model = victim.model_runner.get_model, refuses
+    body = {"run_id": "run", "tensors": site.shapes, "modules": site.modules}
+    with pytest.raises(PluginError, match="no room"):
+        site.run(site.desk.layout(body))
+    assert site.desk.describe() is None
+    assert not any("_loraflow_fold" in vars(rank) for rank in site.ranks)
+    victim.model_runner.get_model = honest
+    site.run(site.desk.layout(body))
+    assert site.serves(start)
+
+
 def test_what_was_taken_back_twice_is_the_base_and_says_so(site: Site) -> None:
     start = site.weights
     site.fold(0)
