@@ -341,6 +341,10 @@ def test_a_root_path_is_no_way_around_the_watch(prefix: str) -> None:
 @pytest.mark.parametrize(
     ("call", "watched"),
     [
+        ('/weight_checker {"action": "reset"}', True),
+        ('/weight_checker {"action": "checksum"}', False),
+        pytest.param("/weight_checker " + " " * (16 << 20) + '{"action": "reset"}', True, id="padded"),
+        ("/weight_checker [", False),
         ("/sleep?level=2", True),
         ("/sleep?level=1&level=2", True),
         ("/sleep?level=1", False),
@@ -364,13 +368,15 @@ def test_whatever_may_change_the_base_is_noted_before_it_does(call: str, *, watc
     )
     plugin.service = service  # type: ignore[assignment]
 
-    async def reached() -> dict[str, str]:
+    async def reached(request: Request) -> dict[str, str]:
+        assert (await request.body()).decode() == body
         seen.append("reached")
         return {}
 
-    for path in ("/sleep", "/collective_rpc", "/update_weights", "/wake_up"):
+    for path in ("/sleep", "/collective_rpc", "/update_weights", "/wake_up", "/weight_checker"):
         app.add_api_route(path, reached, methods=["POST"])
-    assert TestClient(app, base_url="http://127.0.0.1").post(call).status_code == 200
+    path, _, body = call.partition(" ")
+    assert TestClient(app, base_url="http://127.0.0.1").post(path, content=body).status_code == 200
     assert seen == (["noted"] if watched else []) + ["reached"]
 
 
