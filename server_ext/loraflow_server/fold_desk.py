@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from loraflow_server import checks
 from loraflow_server.engine import Engine, answers_of, require_fresh
 from loraflow_server.errors import PluginError
@@ -26,6 +28,7 @@ __all__ = ["FoldDesk"]
 
 logger = logging.getLogger("vllm.loraflow")
 
+_MOST = float(torch.finfo(torch.float32).max)
 LEASE_SECONDS = 120.0
 """A run that folded nothing for so long may be taken over by another."""
 
@@ -288,6 +291,7 @@ def _modules(given: object, tensors: Mapping[str, Any]) -> list[dict[str, Any]]:
             not all(isinstance(name, str) and name in order for name in used.values())
             or used.keys() not in ({"a", "b"}, {"a", "b", "magnitude"}, {"value"})
             or type(scaling) not in (int, float)
+            or not abs(scaling) <= _MOST
             or not all(type(flag) is bool for flag in flags.values())
         ):
             raise PluginError(

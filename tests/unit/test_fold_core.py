@@ -333,6 +333,8 @@ def test_a_module_that_makes_no_sense_is_refused(site: Site) -> None:
         ({"a": "a", "b": "b", "value": "v"}, "name tensors"),
         ({"a": "a", "b": "nothing"}, "name tensors"),
         ({"a": "a", "b": "b", "scaling": "2"}, "name tensors"),
+        ({"a": "a", "b": "b", "scaling": 10**400}, "name tensors"),
+        ({"a": "a", "b": "b", "scaling": float("inf")}, "name tensors"),  # 1e999 in JSON
         ({"value": "v", "adds": 1}, "name tensors"),
         ({"a": "b", "b": "a"}, "has rank"),
         ({"a": "a", "b": "b", "magnitude": "a"}, "magnitudes"),
