@@ -425,8 +425,13 @@ class VLLMServer:
             return [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], tokens[1:], strict=True)]
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache; raises `LoraflowError` where the server says 200 and did nothing."""
-        answer = self.request("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"})
+        """Empty the prefix cache, and that of a KV connector; raises `LoraflowError` where the server says 200 and did
+        nothing.
+        """
+        params = {"reset_running_requests": "true"}
+        if self.info.kv_connector:  # asked without one, older vLLM says that it failed
+            params["reset_external"] = "true"
+        answer = self.request("POST", "/reset_prefix_cache", params=params)
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise LoraflowError(
                 "the prefix cache was not reset", server=self.url, hint="requests are running: pause first"

@@ -92,6 +92,7 @@ class ServerInfo:
         dev_mode: Whether the development routes are there.
         weight_transfer: Backend given to ``--weight-transfer-config``.
         weight_routes: Weight-transfer routes that are there, without the slash.
+        kv_connector: Whether a connector keeps prefixes outside of the GPU too (``--kv-offloading-size`` and the like).
         plugin: loraflow's plugin; None where it is not loaded.
         instance: Changes when the server's process does; empty where the server does not say.
     """
@@ -114,6 +115,7 @@ class ServerInfo:
     dev_mode: bool = False
     weight_transfer: str | None = None
     weight_routes: frozenset[str] = frozenset()
+    kv_connector: bool = False
     plugin: PluginInfo | None = None
     instance: str = ""
 
@@ -209,6 +211,7 @@ def info_from_config(
         data_parallel=parallel.get("data_parallel_size"),
         dev_mode=True,
         weight_transfer=transfer.get("backend") if isinstance(transfer, Mapping) else None,
+        kv_connector=config.get("kv_transfer_config") is not None,
         instance=str(config.get("instance_id") or base.instance),
     )
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraflow_server.errors import PluginError
-from loraflow_server.guard import route_of
+from loraflow_server.guard import peeked, route_of
 
 if TYPE_CHECKING:
     from loraflow_server.service import Service
@@ -108,12 +108,7 @@ class _NeverInPlace:
         if scope["type"] != "http" or scope["method"] != "POST" or route_of(scope) != LOAD_ROUTE:
             await self._app(scope, receive, send)
             return
-        messages, body, more = [], b"", True
-        while more and len(body) <= _MAX_BODY:
-            message = await receive()
-            messages.append(message)
-            body += message.get("body", b"")
-            more = message["type"] == "http.request" and message.get("more_body", False)
+        body, replay = await peeked(receive, _MAX_BODY)
         if len(body) > _MAX_BODY or _asks_in_place(body):
             text = "load_inplace: a name means one content for ever; load under a new name"
             if len(body) > _MAX_BODY:  # too long to be looked through
@@ -121,9 +116,6 @@ class _NeverInPlace:
             refusal = {"error": {"message": text, "type": "BadRequestError", "code": 400}}
             await JSONResponse(refusal, status_code=400)(scope, receive, send)
             return
-
-        async def replay() -> Message:
-            return messages.pop(0) if messages else await receive()
 
         await self._app(scope, replay, send)
 

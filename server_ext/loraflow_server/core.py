@@ -104,15 +104,18 @@ def asleep(self: Any) -> bool:
 
 
 def fresh_caches(self: Any) -> str | None:
-    """Forget what was computed with the old weights: prefixes, and encoded images; why it could not be, or None.
+    """Forget what was computed with the old weights: prefixes, here and where a KV connector keeps them, and encoded
+    images; why it could not be, or None.
 
     Requests in flight are computed again from their prompts.
     """
+    scheduler = getattr(self, "scheduler", None)
+    offloaded = getattr(scheduler, "connector", None) is not None  # asked without one, older vLLM says that it failed
     try:
-        with _only_cached_blocks(getattr(self, "scheduler", None)):
-            emptied = self.reset_prefix_cache(True, False)
+        with _only_cached_blocks(scheduler):
+            emptied = self.reset_prefix_cache(True, offloaded)
         if not emptied:
-            return "some blocks are still in use"
+            return "some blocks are still in use" + (", or the KV connector's cache stays" if offloaded else "")
     except RuntimeError as error:
         return str(error)
     if self.vllm_config.model_config.is_multimodal_model:

@@ -115,6 +115,19 @@ class Engine:
         requests: Mapping[str, Any] = self.models.lora_requests
         return {name: Loaded(name, item.lora_int_id, item.lora_path) for name, item in requests.items()}
 
+    def need_no_adapters(self) -> None:
+        """Refuse to change the base under adapters (rule 8).
+
+        Raises:
+            PluginError: ``adapters_loaded`` (409).
+        """
+        if self.loaded():
+            raise PluginError(
+                "adapters_loaded",
+                "adapters are loaded: unload them before the base weights change (rule 8)",
+                status=409,
+            )
+
     def is_base(self, name: str) -> bool:
         """Whether ``name`` is one of the base model's."""
         return bool(self.models.is_base_model(name))

@@ -11,8 +11,11 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from loraflow_server import checks
 from loraflow_server.engine import Engine, answers_of, require_fresh
@@ -25,6 +28,7 @@ __all__ = ["FoldDesk"]
 
 logger = logging.getLogger("vllm.loraflow")
 
+_MOST = float(torch.finfo(torch.float32).max)
 LEASE_SECONDS = 120.0
 """A run that folded nothing for so long may be taken over by another."""
 
@@ -91,10 +95,7 @@ class FoldDesk:
         tensors = checks.check_adapter(body.get("tensors"), self._settings.limits)
         modules = _modules(body.get("modules"), tensors)
         self._may_take(run_id)
-        if self._engine.loaded():
-            raise PluginError(
-                "adapters_loaded", "adapters are loaded: unload them before weights are folded (rule 8)", status=409
-            )
+        self._engine.need_no_adapters()
         layout_id = content_id([tensors, modules])
         async with self._engine.paused():
             if self._lease is not None and (self._lease.run_id, self._lease.layout_id) != (run_id, layout_id):
@@ -103,7 +104,13 @@ class FoldDesk:
                 self._lease = None
             if self._lease is None:
                 await self._weights.need_pristine()
-            engines = await self._engine.workers("loraflow_fold_layout", layout_id, modules, list(tensors.values()))
+            try:
+                engines = await self._engine.workers("loraflow_fold_layout", layout_id, modules, list(tensors.values()))
+            except PluginError:
+                if self._lease is None:  # ranks that could would keep their copies, and nobody would use them
+                    with suppress(PluginError):  # the reason is the first one
+                        await self._engine.workers("loraflow_fold_reset")
+                raise
         ranks = [_rank(rank) for rank in engines[0]]
         missing = _not_covered(modules, ranks)
         differ = any([_rank(rank) for rank in other] != ranks for other in engines[1:])
@@ -136,11 +143,14 @@ class FoldDesk:
         """Fold a version: ``{"run_id", "policy", "layout_id", "source", "expected"?, "check"?}``."""
         run_id, policy = checks.check_name(body.get("run_id")), checks.check_name(body.get("policy"))
         lease = self._held(run_id, body.get("layout_id"))
+        if policy in {lease.policy, lease.before[0]}:  # taking it back would take back the one that is served
+            raise PluginError("name_used", f"{policy!r} is folded, or was before: a name is used once", status=409)
         expected = body.get("expected")
         if expected is not None and not (isinstance(expected, list) and all(map(_is_checksum, expected))):
             raise PluginError("bad_request", "expected is a list of checksums")
         source = await source_of(body)
         start = time.perf_counter()
+        self._engine.need_no_adapters()  # the base may have been pristine since the layout was agreed
         await self._weights.before_update()
         noted = time.perf_counter()
         async with self._engine.paused(needed=self._engine.several):
@@ -193,7 +203,7 @@ class FoldDesk:
             await self._engine.fresh_caches()
         undone = any(rank["undone"] for ranks in engines for rank in ranks)
         if undone:
-            lease.policy, lease.digest = lease.before
+            (lease.policy, lease.digest), lease.before = lease.before, (None, None)
         return {"policy": lease.policy, "undone": undone}
 
     async def reset(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,6 +291,7 @@ def _modules(given: object, tensors: Mapping[str, Any]) -> list[dict[str, Any]]:
             not all(isinstance(name, str) and name in order for name in used.values())
             or used.keys() not in ({"a", "b"}, {"a", "b", "magnitude"}, {"value"})
             or type(scaling) not in (int, float)
+            or not abs(scaling) <= _MOST
             or not all(type(flag) is bool for flag in flags.values())
         ):
             raise PluginError(

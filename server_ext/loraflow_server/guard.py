@@ -14,9 +14,9 @@ from loraflow_server.settings import Settings
 
 if TYPE_CHECKING:
     from starlette.requests import Request
-    from starlette.types import Scope
+    from starlette.types import Message, Receive, Scope
 
-__all__ = ["check_caller", "read_body", "route_of"]
+__all__ = ["check_caller", "peeked", "read_body", "route_of"]
 
 _BODY_SECONDS = 60.0
 
@@ -76,6 +76,23 @@ async def read_body(request: Request, limit: int) -> bytes:
     except ClientDisconnect as error:
         raise PluginError("truncated", f"the body ended after {len(body)} bytes") from error
     return bytes(body)
+
+
+async def peeked(receive: Receive, limit: int) -> tuple[bytes, Receive]:
+    """The body of a request that goes on to somebody else, read until it passes ``limit`` bytes, and what gives all of
+    it again."""
+    messages: list[Message] = []
+    body, more = bytearray(), True
+    while more and len(body) <= limit:
+        message = await receive()
+        messages.append(message)
+        body += message.get("body", b"")
+        more = message["type"] == "http.request" and message.get("more_body", False)
+
+    async def replay() -> Message:
+        return messages.pop(0) if messages else await receive()
+
+    return bytes(body), replay
 
 
 def route_of(scope: Scope) -> str:

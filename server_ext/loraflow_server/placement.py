@@ -192,8 +192,10 @@ def require_live(model: Any, served: Sequence[Served]) -> None:
         with torch.no_grad():
             before = apply(layer, probe, None)[0, 0].clone()
             kept = weight.data[0].clone()
-            weight.data[0] += 1
-            after = apply(layer, probe, None)[0, 0].clone()
-            weight.data[0].copy_(kept)
+            try:
+                weight.data[0] += 1
+                after = apply(layer, probe, None)[0, 0].clone()
+            finally:
+                weight.data[0].copy_(kept)
         if not abs(float(after - before) - weight.shape[1]) < 0.1 * weight.shape[1]:
             raise PluginError("not_live", f"{parameter}: the layer computes with a repacked copy of it", status=409)

@@ -20,7 +20,7 @@ from loraflow_server.checks import no_key_twice
 from loraflow_server.engine import Engine
 from loraflow_server.errors import PluginError
 from loraflow_server.events import log_event
-from loraflow_server.guard import check_caller, read_body, route_of
+from loraflow_server.guard import check_caller, peeked, read_body, route_of
 from loraflow_server.service import Service
 from loraflow_server.settings import Settings
 
@@ -34,6 +34,8 @@ UPDATE_ROUTES = frozenset({"/start_weight_update", "/update_weights"})
 """vLLM's own routes that change the base weights."""
 CALL_ROUTE = "/collective_rpc"
 """vLLM's route for any method of a worker, which may change them too."""
+CHECK_ROUTE, CHECK_BYTES = "/weight_checker", 16 << 20
+"""vLLM's route that checksums the weights, or zeroes them, and the bytes of its body that are looked through."""
 SLEEP_ROUTE, KEPT = "/sleep", frozenset({"0", "1"})
 """vLLM's route that frees memory, and the levels at which the weights come back as they were."""
 
@@ -209,6 +211,17 @@ async def _metrics(service: Service, _: Mapping[str, Any]) -> str:
     return service.metrics_text()
 
 
+def _zeroes_weights(body: bytes) -> bool:
+    """Whether a call of `CHECK_ROUTE` asks for that, or is too long to be looked through."""
+    if len(body) > CHECK_BYTES:
+        return True
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        return False  # vLLM answers what is no JSON
+    return isinstance(parsed, dict) and parsed.get("action") == "reset"
+
+
 def _updates_weights(scope: Scope) -> bool:
     route = route_of(scope)
     dropped = route == SLEEP_ROUTE and not KEPT.issuperset(Request(scope).query_params.getlist("level"))
@@ -226,6 +239,9 @@ class _WatchUpdates:
         service = self._plugin.service
         if service is not None and scope["type"] == "http" and scope["method"] == "POST":
             updates = _updates_weights(scope)
+            if route_of(scope) == CHECK_ROUTE:
+                body, receive = await peeked(receive, CHECK_BYTES)
+                updates = _zeroes_weights(body)
             try:
                 if updates:
                     service.folds.need_idle()

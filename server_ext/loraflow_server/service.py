@@ -224,7 +224,8 @@ class Service:
                 raise PluginError("not_found", f"no adapter {name!r} is loaded", status=404)
             self._leaving[name] = Path(self.engine.loaded()[name].path)
             self.engine.forget(name)
-            self._release_cache()
+            if not self.lock.locked():  # a version that is being loaded has no name yet; the next load lets go
+                self._release_cache()
             self.names.used[name] = "unloaded"
         self.metrics.add("loraflow_unloads_total")
         log_event(logger, logging.INFO, "adapter_unloaded", name=name, in_flight=self.engine.in_flight(name))
@@ -290,6 +291,7 @@ class Service:
         incoming, label, timeout = checks.check_incoming(body, self.settings.limits)
         async with self.lock, self._lifeline.held(gone) as path:
             self.folds.need_idle()
+            self.engine.need_no_adapters()
             answer = await self.weights.receive({**incoming, "lifeline": path}, label, timeout)
         self.metrics.add("loraflow_receives_total")
         return answer

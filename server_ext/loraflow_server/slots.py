@@ -56,6 +56,25 @@ class Place:
         return buffer[self.row : self.row + self.rows, self.col : self.col + self.cols]
 
 
+@dataclass(frozen=True)
+class Whole:
+    """All of one slot buffer of a layer that adapters of a layout leave alone, and whose layout is not known.
+
+    Attributes:
+        module: The layer's name in the served model.
+        attribute: The layer's attribute that holds its stacked buffers.
+        index: Which of them.
+    """
+
+    module: str
+    attribute: str
+    index: int
+
+    def view(self, modules: Mapping[str, Any], slot: int) -> torch.Tensor:
+        """The buffer in slot ``slot``."""
+        return _parts(getattr(modules[self.module], self.attribute))[self.index][slot]
+
+
 @dataclass(frozen=True, eq=False)
 class SlotLayout:
     """Where the tensors of one kind of adapter lie on this rank.
@@ -76,7 +95,7 @@ class SlotLayout:
     modules: Mapping[str, tuple[int, int]]
     rects: tuple[Rect, ...]
     places: tuple[Place, ...]
-    outside: tuple[Place, ...]
+    outside: tuple[Place | Whole, ...]
     dtype: torch.dtype
     checksummer: Checksummer
     _views: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=dict)
@@ -97,7 +116,10 @@ class SlotLayout:
 
 
 def _buffers(layer: Any, side: Side) -> Sequence[torch.Tensor]:
-    stacked = layer.lora_a_stacked if side == "a" else layer.lora_b_stacked
+    return _parts(layer.lora_a_stacked if side == "a" else layer.lora_b_stacked)
+
+
+def _parts(stacked: Any) -> tuple[torch.Tensor, ...]:
     return (stacked,) if isinstance(stacked, torch.Tensor) else tuple(stacked)
 
 
@@ -205,6 +227,19 @@ def _around(name: str, side: Side, index: int, ids: torch.Tensor) -> list[Place]
     return [Place(name, side, index, *strip) for strip in strips if strip[2] > 0 and strip[3] > 0]
 
 
+def _all_of(name: str, layer: Any) -> list[Whole]:
+    """Everything that a layer keeps for its slots: an adapter that was in a slot before may have left something there.
+
+    The lists of a mixture of experts are no buffers of their own, but views into these.
+    """
+    return [
+        Whole(name, attribute, index)
+        for attribute, value in vars(layer).items()
+        if attribute.endswith("_stacked") and isinstance(value, torch.Tensor | tuple)
+        for index in range(len(_parts(value)))
+    ]
+
+
 def _sources_by_module(manager: Any, tensors: Mapping[str, Sequence[int]]) -> dict[str, dict[Side, _Source]]:
     """The adapter's tensors by the module names that vLLM's own loader gives them."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
@@ -243,13 +278,14 @@ def learn_layout(manager: Any, tensors: Mapping[str, Sequence[int]], device: tor
         if len(pair) != 2:
             raise PluginError("missing_pair", f"module {module!r} has only one of lora_A and lora_B")
     pieces: list[tuple[Rect, Place]] = []
-    outside: list[Place] = []
+    outside: list[Place | Whole] = []
     for name, layer in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])
         sources = [by_module.get(part, {}) for part in parts]
         if not {"lora_a_stacked", "lora_b_stacked"} <= set(vars(layer)) or hasattr(layer, "w13_lora_a_stacked"):
             if any(sources):
                 raise PluginError("unsupported_layout", f"{name}: {type(layer).__name__} has no proven slot layout")
+            outside += _all_of(name, layer)
             continue
         try:
             found, around = _learn_layer(name, layer, sources)

@@ -37,6 +37,8 @@ class BaseWeights:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._pristine: list[list[dict[str, int]]] | None = None
+        self._noting = asyncio.Lock()
+        self._updates = 0
         self.touched = False
 
     def describe(self) -> dict[str, Any]:
@@ -57,10 +59,12 @@ class BaseWeights:
 
         Of a server that sleeps nothing is known then: its base counts as unproven until it is restarted.
         """
-        unknown = self._pristine is None and self._engine.has_extension and not self.touched
-        if unknown and not await self._engine.asleep():
-            self._pristine = await self._served()
-        self.touched = True
+        async with self._noting:  # one that comes second would note what the first one's update has made of them
+            unknown = self._pristine is None and self._engine.has_extension and not self.touched
+            if unknown and not await self._engine.asleep():
+                self._pristine = await self._served()
+            self._updates += 1
+            self.touched = True
 
     @property
     def pristine_fingerprint(self) -> str | None:
@@ -68,12 +72,16 @@ class BaseWeights:
         return None if self._pristine is None else fingerprint_of(self._pristine[0])
 
     async def compare(self) -> dict[str, Any]:
-        """Checksum the base as served now; if it is the pristine one, it counts as untouched again."""
+        """Checksum the base as served now; if it is the pristine one, it counts as untouched again.
+
+        Not where an update was begun meanwhile: what was read is not what is served by now.
+        """
+        begun = self._updates
         served = await self._served()
         if self._pristine is None and not self.touched:
             self._pristine = served
         pristine = self._pristine is not None and served == self._pristine
-        if pristine:
+        if pristine and begun == self._updates:
             self.touched = False
         reference = self._pristine or served
         changed = sorted(
@@ -144,7 +152,7 @@ class BaseWeights:
         """
         if not self.touched:
             return
-        if not self._engine.has_extension or not (await self.compare())["pristine"]:
+        if not self._engine.has_extension or not (await self.compare())["pristine"] or self.touched:
             raise PluginError(
                 "base_not_pristine",
                 "the base weights were updated and are not proven pristine: restore them, or restart the server, "

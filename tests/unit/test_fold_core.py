@@ -101,7 +101,9 @@ class Site:
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(worker_extension_cls="loraflow_server.worker.LoraflowWorker")
         )
-        engine = Engine(SimpleNamespace(engine_core=client, vllm_config=config), SimpleNamespace(lora_requests={}), 1)
+        self.adapters: dict[str, Any] = {}
+        models = SimpleNamespace(lora_requests=self.adapters)
+        engine = Engine(SimpleNamespace(engine_core=client, vllm_config=config), models, 1)
         self.desk = FoldDesk(engine, BaseWeights(engine), Settings())
         self.model = peft_model(folder, r=4, target_modules=["q_proj", "up_proj"])
         spec = AdapterSpec.from_model(self.model)
@@ -269,6 +271,61 @@ def test_a_server_that_sleeps_is_not_written_to(site: Site) -> None:
     assert site.serves(before)
 
 
+def test_a_layout_that_one_rank_refuses_leaves_no_copy_on_the_others(site: Site) -> None:
+    start = site.weights
+    site.run(site.desk.reset({"run_id": "run"}))
+    victim = site.ranks[-1]
+
+    def refuses() -> Any:
+        raise PluginError("too_little_memory", "no room for a pristine copy", status=409)
+
+    honest, victim.model_runner.get_model = victim.model_runner.get_model, refuses
+    body = {"run_id": "run", "tensors": site.shapes, "modules": site.modules}
+    with pytest.raises(PluginError, match="no room"):
+        site.run(site.desk.layout(body))
+    assert site.desk.describe() is None
+    assert not any("_loraflow_fold" in vars(rank) for rank in site.ranks)
+    victim.model_runner.get_model = honest
+    site.run(site.desk.layout(body))
+    assert site.serves(start)
+
+
+def test_what_was_taken_back_twice_is_the_base_and_says_so(site: Site) -> None:
+    start = site.weights
+    site.fold(0)
+    site.fold(1)
+    for policy, left in (("v1", "v0"), ("v0", None)):
+        body = {"run_id": "run", "policy": policy, "layout_id": site.layout_id}
+        assert site.run(site.desk.undo(body)) == {"policy": left, "undone": True}
+    assert site.serves(start)
+    assert (site.desk.describe()["policy"], site.desk.describe()["digest"]) == (None, None)
+
+
+def test_a_name_that_is_folded_means_what_it_meant(site: Site) -> None:
+    site.fold(0)
+    site.fold(1)
+    before = site.weights
+    for version in (1, 0):
+        with pytest.raises(PluginError, match="a name is used once") as caught:
+            site.fold(version, expected=[1] * len(site.shapes))
+        assert caught.value.code == "name_used"
+        assert site.serves(before)
+        assert site.desk.describe()["policy"] == "v1"
+
+
+def test_an_adapter_that_came_after_the_layout_is_not_served_over_folded_weights(site: Site) -> None:
+    """Loaded while the base was pristine still, by a push beside the run or through vLLM's own route."""
+    start = site.weights
+    site.adapters["other-v1"] = SimpleNamespace(lora_int_id=1, lora_path="/adapters/other")
+    with pytest.raises(PluginError, match="adapters are loaded") as caught:
+        site.fold(0)
+    assert (caught.value.code, caught.value.status) == ("adapters_loaded", 409)
+    assert site.serves(start)
+    assert site.desk.describe()["policy"] is None
+    site.adapters.clear()
+    site.fold(0)
+
+
 def test_a_module_that_makes_no_sense_is_refused(site: Site) -> None:
     tensors = {"a": [2, 4], "b": [6, 2], "m": [6, 1], "v": [6, 1]}
     for module, word in (
@@ -276,6 +333,8 @@ def test_a_module_that_makes_no_sense_is_refused(site: Site) -> None:
         ({"a": "a", "b": "b", "value": "v"}, "name tensors"),
         ({"a": "a", "b": "nothing"}, "name tensors"),
         ({"a": "a", "b": "b", "scaling": "2"}, "name tensors"),
+        ({"a": "a", "b": "b", "scaling": 10**400}, "name tensors"),
+        ({"a": "a", "b": "b", "scaling": float("inf")}, "name tensors"),  # 1e999 in JSON
         ({"value": "v", "adds": 1}, "name tensors"),
         ({"a": "b", "b": "a"}, "has rank"),
         ({"a": "a", "b": "b", "magnitude": "a"}, "magnitudes"),

@@ -14,6 +14,7 @@ import torch
 from loraflow.adapter import AdapterSpec, take_snapshot, write_adapter
 from loraflow.digest import SlotDigest
 from loraflow.layout import Rect, ServingCopy, SlotLayout, lora_shapes
+from loraflow_server.slots import read_slot
 from tests.helpers.lora_worker import LoraHost, lora_host
 from tests.helpers.tiny import peft_model, randomize
 
@@ -172,3 +173,37 @@ def test_names_are_found_under_the_mapper_of_older_vllm(
     trainer = Trainer(host, tiny_model, tmp_path, r=8)
     _, sums = trainer.version(0)
     assert trainer.direct(next(_ids))["ok"]["sums"] == sums
+
+
+class Experts:
+    """What vLLM's ``FusedMoEWithLoRA`` keeps: buffers by expert, and lists of views into them."""
+
+    def __init__(self, slots: int, dtype: torch.dtype) -> None:
+        self.w13_lora_a_stacked = tuple(torch.zeros(slots, 2, 4, 8, dtype=dtype) for _ in range(2))
+        self.w2_lora_b_stacked = (torch.zeros(slots, 2, 8, 4, dtype=dtype),)
+        self.adapter_enabled = torch.zeros(slots + 1, dtype=torch.int)
+        self.lora_a_stacked = [buffer[slot][0] for slot in range(slots) for buffer in self.w13_lora_a_stacked]
+        self.lora_b_stacked = [self.w2_lora_b_stacked[0][slot][0] for slot in range(slots)]
+
+    def held(self, slot: int) -> list[torch.Tensor]:
+        return [buffer[slot] for buffer in (*self.w13_lora_a_stacked, *self.w2_lora_b_stacked)]
+
+
+def test_nothing_of_the_adapter_before_is_left_in_layers_that_this_one_leaves_alone(
+    host: LoraHost, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = Experts(len(host.manager.lora_index_to_id), host.config.lora_config.lora_dtype)
+    monkeypatch.setitem(host.manager.modules, "model.layers.0.mlp.experts", experts)
+    trainer = Trainer(host, tiny_model, tmp_path, r=8)
+    _, wanted = trainer.version(seed=1)
+    for slot in range(len(host.manager.lora_index_to_id)):
+        for buffer in experts.held(slot):
+            buffer.fill_(1)  # another trainer's adapter was there
+    int_id = next(_ids)
+    answer = trainer.direct(int_id)["ok"]
+    slot = host.manager.lora_index_to_id.index(int_id)
+    assert not any(buffer.any() for buffer in experts.held(slot))
+    assert (answer["sums"], answer["dirty"]) == (wanted, [])
+    experts.held(slot)[-1][1, 2, 3] = float("nan")
+    layout = host.worker.loraflow_known_layout(trainer.layout_id)
+    assert read_slot(host.manager, layout, slot)[1] == ["model.layers.0.mlp.experts"]

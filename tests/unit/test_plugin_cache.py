@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
+import itertools
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
+import torch
+from safetensors.torch import save
 
 from loraflow.policy import Policy
 from loraflow.store import AdapterStore
 from loraflow_server import cache as cache_module
 from loraflow_server.cache import StoreCache, allowed_url
+from loraflow_server.engine import Engine
 from loraflow_server.errors import PluginError
+from loraflow_server.service import Service
+from loraflow_server.settings import Settings
 
 SIZE = 5000
 
@@ -226,3 +235,59 @@ def test_a_full_disk_is_an_answer_and_leaves_nothing(
     assert not list(tmp_path.glob("*.part"))
     assert cache.held() == frozenset()
     assert cache.fetch(url, name)[0].is_dir()
+
+
+class Models:
+    """vLLM's registry of names."""
+
+    def __init__(self) -> None:
+        self.lora_requests: dict[str, Any] = {}
+        self.lora_resolver_lock: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        ids = itertools.count(1)
+        self.lora_id_counter = SimpleNamespace(inc=lambda _: next(ids))
+
+    def is_base_model(self, name: str) -> bool:
+        return name == "base"
+
+
+def test_a_version_that_is_being_loaded_is_held_whatever_is_unloaded_beside_it(
+    store: AdapterStore, tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm")
+    weights = save({"base_model.model.a.lora_A.weight": torch.zeros(1, 1)})
+    urls = []
+    for version in (0, 1):
+        files = {"adapter_config.json": [b"{}"], "adapter_model.safetensors": [weights]}
+        urls.append(store.publish(Policy("run", version), files, digest="00").path)
+
+    async def story() -> None:
+        reading, loaded = asyncio.Event(), asyncio.Event()
+        loaded.set()
+
+        async def add_lora(request: Any) -> bool:
+            reading.set()
+            await loaded.wait()
+            return True
+
+        config = SimpleNamespace(lora_config=True, parallel_config=SimpleNamespace(worker_extension_cls=""))
+        client = SimpleNamespace(
+            add_lora=add_lora, vllm_config=config, output_processor=SimpleNamespace(request_states={})
+        )
+        settings = Settings(stores=(urls[0].rpartition("/")[0],), cache_dir=tmp_path / "cache")
+        service = Service(Engine(client, Models()), settings, "0")
+        await service.load({"name": "run-v0", "url": urls[0]})
+        loaded.clear()
+        reading.clear()
+        loading = asyncio.create_task(service.load({"name": "run-v1", "url": urls[1]}))
+        await reading.wait()
+        await service.unload("run-v0")
+        loaded.set()
+        folder = Path((await loading)["path"])
+        assert service.cache is not None
+        assert folder in service.cache.held()
+        assert not StoreCache(tmp_path / "cache", 1 << 20)._evict(folder)  # another server of this host
+        assert (folder / "adapter_model.safetensors").is_file()
+        await service.unload("run-v1")
+        assert service.cache.held() == frozenset()
+
+    asyncio.run(story())

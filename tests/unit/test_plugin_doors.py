@@ -26,6 +26,7 @@ from fastapi.testclient import TestClient
 from loraflow.server import HTTPFailure, VLLMServer
 from loraflow_server import axolotl_routes, guard
 from loraflow_server.cache import allowed_url
+from loraflow_server.engine import Engine, Loaded
 from loraflow_server.errors import PluginError
 from loraflow_server.lifeline import still_wanted
 from loraflow_server.routes import LoraflowEndpoints
@@ -340,6 +341,10 @@ def test_a_root_path_is_no_way_around_the_watch(prefix: str) -> None:
 @pytest.mark.parametrize(
     ("call", "watched"),
     [
+        ('/weight_checker {"action": "reset"}', True),
+        ('/weight_checker {"action": "checksum"}', False),
+        pytest.param("/weight_checker " + " " * (16 << 20) + '{"action": "reset"}', True, id="padded"),
+        ("/weight_checker [", False),
         ("/sleep?level=2", True),
         ("/sleep?level=1&level=2", True),
         ("/sleep?level=1", False),
@@ -363,13 +368,15 @@ def test_whatever_may_change_the_base_is_noted_before_it_does(call: str, *, watc
     )
     plugin.service = service  # type: ignore[assignment]
 
-    async def reached() -> dict[str, str]:
+    async def reached(request: Request) -> dict[str, str]:
+        assert (await request.body()).decode() == body
         seen.append("reached")
         return {}
 
-    for path in ("/sleep", "/collective_rpc", "/update_weights", "/wake_up"):
+    for path in ("/sleep", "/collective_rpc", "/update_weights", "/wake_up", "/weight_checker"):
         app.add_api_route(path, reached, methods=["POST"])
-    assert TestClient(app, base_url="http://127.0.0.1").post(call).status_code == 200
+    path, _, body = call.partition(" ")
+    assert TestClient(app, base_url="http://127.0.0.1").post(path, content=body).status_code == 200
     assert seen == (["noted"] if watched else []) + ["reached"]
 
 
@@ -415,3 +422,16 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_no_weights_are_received_under_an_adapter_that_came_meanwhile(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the trainer's look at the names and its broadcast."""
+    monkeypatch.setattr(Service, "capabilities", lambda self: ["receive"])
+    monkeypatch.setattr(Engine, "loaded", lambda self: {"other-v1": Loaded("other-v1", 1, "/adapters/other")})
+    body = {"layout_id": "l", "names": ["a"], "dtypes": ["float32"], "buckets": [1], "label": "v1", "timeout": 60}
+    status, answer = post(url, "/weights/receive", json.dumps(body))
+    assert (status, answer["error"]["code"]) == (409, "adapters_loaded")
+    monkeypatch.undo()
+    assert not send(url, "GET", PREFIX + "/status")[1]["weights_touched"]

@@ -116,6 +116,73 @@ def test_the_weights_of_a_server_that_sleeps_are_not_read_and_count_as_unproven(
     asyncio.run(story())
 
 
+class SlowEngines(Engines):
+    """What it read of the weights takes a while to arrive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.arrives = asyncio.Event(), asyncio.Event()
+
+    async def workers(self, method: str, *args: Any) -> list[list[dict[str, Any]]]:
+        found = await super().workers(method, *args)
+        self.read.set()
+        await self.arrives.wait()
+        return found
+
+
+def test_an_update_that_begins_while_the_base_is_compared_is_not_forgotten() -> None:
+    engines: Any = SlowEngines()
+    weights = BaseWeights(engines)
+
+    async def story() -> None:
+        engines.arrives.set()
+        await weights.before_update()
+        engines.arrives.clear()
+        engines.read.clear()
+        comparing = asyncio.create_task(weights.compare())
+        loading = asyncio.create_task(weights.need_pristine())
+        await engines.read.wait()
+        await weights.before_update()
+        engines.sums = [8, 8]
+        engines.arrives.set()
+        await comparing
+        assert weights.touched
+        with pytest.raises(PluginError, match="not proven pristine"):
+            await loading
+        with pytest.raises(PluginError, match="not proven pristine"):
+            await weights.need_pristine()
+
+    asyncio.run(story())
+
+
+def test_of_two_updates_that_begin_together_the_second_one_notes_nothing() -> None:
+    engines: Any = SlowEngines()
+    weights = BaseWeights(engines)
+    written, late = asyncio.Event(), list[Any]()
+
+    async def update() -> None:
+        await weights.before_update()
+        engines.sums = [8, 8]
+        written.set()
+
+    async def asleep() -> bool:
+        await asyncio.sleep(0)
+        if asyncio.current_task() in late:
+            await written.wait()
+        return False
+
+    async def story() -> None:
+        engines.asleep = asleep
+        engines.arrives.set()
+        first, second = asyncio.create_task(update()), asyncio.create_task(weights.before_update())
+        late.append(second)
+        await asyncio.wait_for(asyncio.gather(first, second), 5)
+        assert not (await weights.compare())["pristine"]
+        assert weights.touched
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize(("tags", "sleeps"), [((), False), (("kv_cache",), False), (("weights", "kv_cache"), True)])
 def test_a_server_whose_weights_are_back_is_awake(tags: tuple[str, ...], *, sleeps: bool) -> None:
     assert core.asleep(SimpleNamespace(model_executor=SimpleNamespace(sleeping_tags=set(tags)))) is sleeps
@@ -385,4 +452,20 @@ def test_a_repacked_weight_is_refused() -> None:
     with pytest.raises(PluginError) as caught:
         Fold(model, modules, shapes)
     assert caught.value.code == "not_live"
+    assert torch.equal(model.layer.weight, before)
+
+
+def test_a_layer_that_fails_while_it_is_tried_keeps_its_weights() -> None:
+    model = Repacked(live=True)
+    before, calls = model.layer.weight.clone(), iter((False, True))
+    honest = model.layer.quant_method.apply
+
+    def apply(layer: Any, x: torch.Tensor, bias: Any) -> torch.Tensor:
+        if next(calls):
+            raise RuntimeError("CUDA out of memory")
+        return honest(layer, x, bias)
+
+    model.layer.quant_method.apply = apply
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Fold(model, [FoldModule("w", (4, 4), 0, 1, 1.0, transposed=False)], [(2, 4), (4, 2)])
     assert torch.equal(model.layer.weight, before)

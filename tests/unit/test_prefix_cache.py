@@ -85,3 +85,30 @@ def test_another_vllm_resets_as_it_does(engine: Any) -> None:
     assert core.fresh_caches(engine) is None
     assert pool.blocks.walks == 1
     assert not any(block.block_hash for block in pool.blocks)
+
+
+@pytest.mark.parametrize("empties", [True, None, False])
+def test_prefixes_that_a_connector_keeps_are_forgotten_too(engine: Any, *, empties: bool | None) -> None:
+    """vLLM's own scheduler, with CPU offloading or the like: blocks come back by their hash, whatever the weights."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    asked: list[bool | None] = []
+
+    def reset_cache() -> bool | None:
+        asked.append(empties)
+        return empties  # None: one that keeps nothing
+
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler.__dict__ |= {
+        "connector": SimpleNamespace(reset_cache=reset_cache),
+        "kv_cache_manager": SimpleNamespace(block_pool=engine.pool, reset_prefix_cache=engine.pool.reset_prefix_cache),
+        "running": [],
+        "prev_step_scheduled_req_ids": set(),
+        "aux_output_connector": None,
+        "log_stats": False,
+    }
+    engine.scheduler, engine.reset_prefix_cache = scheduler, scheduler.reset_prefix_cache
+    cache(engine.pool, HASHES)
+    found = core.fresh_caches(engine)
+    assert asked == [empties]
+    assert (found is None) is (empties is not False)

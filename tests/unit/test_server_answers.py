@@ -16,6 +16,7 @@ from loraflow import http_errors, http_session
 from loraflow.errors import CapabilityError, LoadError, LoraflowError, SyncTimeout, VerifyError
 from loraflow.plugin_client import PluginClient
 from loraflow.server import BadAnswer, HTTPFailure, Unreachable, VLLMServer
+from loraflow.server_info import ServerInfo, info_from_config
 from loraflow.spread import is_servers_fault
 from tests.helpers.fault_proxy import FaultProxy
 
@@ -301,3 +302,24 @@ def test_a_load_whose_answer_was_lost_is_found_in_the_list(there: Answering, pro
         there.meanwhile = lose
         assert server.load_adapter("run-v1", "/adapters/run/v1") == "/adapters/run/v1"
         assert there.asked == ["POST /v1/load_lora_adapter", "GET /v1/models", "GET /v1/models"]
+
+
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [
+        ({"kv_transfer_config": None}, "reset_running_requests=true"),
+        ({}, "reset_running_requests=true"),
+        (
+            {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}},
+            "reset_running_requests=true&reset_external=true",
+        ),
+    ],
+)
+def test_what_a_kv_connector_keeps_is_forgotten_with_the_prefix_cache(
+    there: Answering, config: dict[str, Any], asked: str
+) -> None:
+    with VLLMServer(f"http://127.0.0.1:{there.server_port}") as server:
+        server._info = info_from_config(ServerInfo(server.url, "0.32.0", "base", "/m"), config, {}, frozenset())
+        there.body = {"success": True}
+        server.reset_prefix_cache()
+        assert there.asked == [f"POST /reset_prefix_cache?{asked}"]
