@@ -31,6 +31,11 @@ class Behind(Generic[T]):
         """Whether a delivery was begun, and its outcome not taken."""
         return self._pending is not None
 
+    @property
+    def over(self) -> bool:
+        """Whether there is an outcome to take without a wait."""
+        return self._pending is not None and self._pending.done()
+
     def begin(self, delivery: Callable[[], T]) -> None:
         """Start ``delivery``; the outcome of the one before was taken."""
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="loraflow-sync")

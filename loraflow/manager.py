@@ -186,7 +186,7 @@ class SyncManager:
             step: Optimizer step of the model as it is now.
 
         Returns:
-            The record; None where ``overlap`` lets the delivery run behind (`wait` then gives it).
+            The record; None where ``overlap`` lets the delivery run behind (`wait` or `catch_up` then gives it).
 
         Raises:
             LoraflowError: It failed, and ``on_failure="raise"``; the servers serve what they served before.
@@ -209,6 +209,13 @@ class SyncManager:
         outcome = self.ranks.on_main(self._behind.take)
         return None if outcome is None else self._conclude(*outcome)
 
+    def catch_up(self) -> SyncRecord | None:
+        """`wait`, where a delivery that runs behind is over already: the next rollout is by its policy. Collective."""
+        if not self.config.overlap:
+            return None
+        outcome = self.ranks.on_main(lambda: self._behind.take() if self._behind.over else None)
+        return None if outcome is None else self._conclude(*outcome)
+
     @property
     def policy_name(self) -> str:
         """Value of ``model`` in requests for the current policy; on rank 0."""
@@ -217,7 +224,8 @@ class SyncManager:
     def model_name(self, url: str) -> str:
         """Value of ``model`` in requests to one server; on rank 0.
 
-        A delivery that runs behind changes it when it is taken in (`sync`, `wait`), never in the middle of a rollout.
+        A delivery that runs behind changes it when it is taken in (`sync`, `wait`, `catch_up`), never in the middle of
+        a rollout.
         """
         if url not in self._names:
             if self._names:

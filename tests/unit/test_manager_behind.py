@@ -107,6 +107,27 @@ def test_a_delivery_that_takes_too_long_is_not_taken_for_served(make: Make) -> N
     manager.close()
 
 
+def test_a_delivery_is_taken_in_without_a_wait_once_it_is_over(make: Make) -> None:
+    manager, fleet = make(overlap=True)
+    assert manager.catch_up() is None
+    fleet.gate.clear()
+    manager.sync(1)
+    assert manager.catch_up() is None
+    assert manager.policy.version == 0
+    fleet.gate.set()
+    manager._behind._pending.result(30)
+    record = manager.catch_up()
+    assert (record.version, manager.policy.version, manager._names) == (1, 1, {"http://a": "run-v1"})
+    assert manager.catch_up() is None
+    fleet.failing = {2}
+    manager.sync(2)
+    manager._behind._pending.result(30)
+    with pytest.raises(LoadError, match="full"):
+        manager.catch_up()
+    assert manager.policy.version == 1
+    manager.close()
+
+
 def test_a_delivery_that_failed_behind_is_due_again_at_once(make: Make) -> None:
     manager, fleet = make(overlap=True, on_failure="keep_last", vllm_sync_interval=4)
     fleet.failing = {1}

@@ -35,6 +35,7 @@ class Manager:
         self.closed = 0
         self.waited: list[int | None] = []
         self.pending: int | None = None
+        self.arrived = False
         self._hooks: list[Any] = []
         self._rollout_hooks: list[Any] = []
         self._schedule = make_schedule(config)
@@ -54,7 +55,8 @@ class Manager:
         self.sync(step)
 
     def due(self, step: int) -> bool:
-        return self._schedule.due(step, self.synced[-1] if self.synced else None)
+        begun = [*self.synced, *([] if self.pending is None else [self.pending])]
+        return self._schedule.due(step, begun[-1] if begun else None)
 
     def behind(self, versions: Any) -> Any:
         return len(self.synced) - 1 - versions
@@ -81,6 +83,11 @@ class Manager:
         pending, self.pending = self.pending, None
         self.waited.append(pending)
         if pending is not None:
+            self._deliver(pending)
+
+    def catch_up(self) -> None:
+        if self.pending is not None and self.arrived:
+            pending, self.pending = self.pending, None
             self._deliver(pending)
 
     def ready(self) -> None:
@@ -219,6 +226,22 @@ def test_no_rollout_after_a_checkpoint_is_of_the_weights_before_it() -> None:
     assert sync.policy_step == 4, "delivered, and not only on its way"
     at(trainer, sync, 5)
     assert sync.policy_step == 4, "from then on deliveries run behind again"
+
+
+def test_between_two_syncs_rollouts_are_by_what_has_arrived_since(managers: list[Manager]) -> None:
+    trainer, sync = made(overlap=True, vllm_sync_interval=4)
+    at(trainer, sync, 0)
+    at(trainer, sync, 4)
+    managers[0].arrived = True
+    at(trainer, sync, 4)
+    assert sync.policy_step == 0, "all generations of a step are by one policy"
+    managers[0].arrived = False
+    at(trainer, sync, 5)
+    assert sync.policy_step == 0, "it is not waited for"
+    managers[0].arrived = True
+    at(trainer, sync, 6)
+    assert sync.policy_step == 4
+    assert managers[0].waited == []
 
 
 @pytest.mark.parametrize("failing", [None, LoadError("full")])
