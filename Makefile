@@ -5,11 +5,8 @@ BIN := $(VENV)/bin
 AXOLOTL_VENV := .venv-axolotl
 DEEPSPEED := .venv-deepspeed
 PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu"
-TIMES := --durations=25 --durations-min=10
-# Of tests/server, those that share no server with others: they keep the shorter lane busy.
-OWN_SERVERS := tests/server/test_chaos.py tests/server/test_fleet.py tests/server/test_soak.py
 
-.PHONY: demo test servers trainers unit lint format venvs venv venv-axolotl venv-deepspeed bench clean help
+.PHONY: demo test unit lint lint-and-unit format venvs venv venv-axolotl venv-deepspeed bench clean help
 
 help:
 	@echo "make demo   the main job on this machine: real vLLM, real TRL GRPO, proofs on screen"
@@ -21,20 +18,17 @@ help:
 demo: venv
 	$(BIN)/loraflow demo
 
-test: venv  # two lanes: most of what each does is waiting for a server to start
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going servers trainers
+test:  # pip sets environments up side by side, and the last ones while tests run that need the first alone
+	@status=0; \
+	$(MAKE) --no-print-directory --jobs=2 --keep-going lint-and-unit venv-axolotl venv-deepspeed || status=1; \
+	$(PYTEST) tests/server tests/integration --durations=25 --durations-min=10 || status=1; \
+	exit $$status
 
-servers: venv
+lint-and-unit: venv
 	@status=0; \
 	$(MAKE) --no-print-directory lint || status=1; \
 	$(MAKE) --no-print-directory unit || status=1; \
-	$(PYTEST) tests/server $(OWN_SERVERS:%=--ignore=%) $(TIMES) || status=1; \
 	exit $$status
-
-trainers: venv venv-axolotl venv-deepspeed  # told at its end, since the other lane tells all the time
-	@mkdir -p outputs; status=0; \
-	$(PYTEST) tests/integration $(OWN_SERVERS) $(TIMES) > outputs/trainers.log 2>&1 || status=$$?; \
-	cat outputs/trainers.log; exit $$status
 
 unit: venv
 	$(PYTEST) tests/unit tests/attacks
