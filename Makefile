@@ -18,7 +18,7 @@ help:
 demo: venv
 	$(BIN)/loraflow demo
 
-test:  # pip sets environments up side by side, and the last ones while tests run that need the first alone
+test: venv  # pip sets up the other environments while tests run that need this one alone
 	@status=0; \
 	$(MAKE) --no-print-directory --jobs=2 --keep-going lint-and-unit venv-axolotl venv-deepspeed || status=1; \
 	$(PYTEST) tests/server tests/integration --durations=25 --durations-min=10 || status=1; \

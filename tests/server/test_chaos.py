@@ -34,7 +34,7 @@ def test_two_servers_and_a_trainer_under_random_faults(
     server_park: ServerPark, tiny_model: Path, tmp_path: Path
 ) -> None:
     server_park.stop()  # two cores: these two servers alone
-    report = run_chaos(tiny_model, tmp_path, seconds=75.0, at_least=6, servers=2, seed=18, carriers=("filesystem",))
+    report = run_chaos(tiny_model, tmp_path, seconds=50.0, at_least=6, servers=2, seed=18, carriers=("filesystem",))
     assert_survived(report)
     assert report["faults_injected"] >= 6
     assert report["trainer_lives"] >= 2
