@@ -7,8 +7,8 @@ Each line of the standard input is a JSON list of what requests ask for from the
 ``null`` is answered with when the tokens of a few streams came, one list per request, since it was asked last.
 
 Requests are token ids in, token ids out (vLLM's ``/inference/v1/generate``) where the server was started with
-``--enable-scale-out``: with hundreds of streams its API server, which turns tokens into text, would be what is
-measured. Elsewhere they are ``/v1/completions``.
+``--enable-scale-out``: turning tokens into text is no part of what is measured, and with hundreds of streams it takes
+much of a processor. Elsewhere they are ``/v1/completions``.
 """
 
 from __future__ import annotations
