@@ -164,9 +164,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--servers", type=lambda s: s.split(","), default=[], help="start these (lora, plain) at once, beforehand"
     )
-    parser.add_argument(
-        "--pin", action="store_true", help="give engines, API servers and the trainer cores of their own"
-    )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--port", type=int, help="first of the servers' ports")
     parser.add_argument("--work", type=Path, default=Path("/tmp/loraflow-bench"))

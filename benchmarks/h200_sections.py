@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pinning import pin
 
 from loraflow.bench.compare import break_evens, comparisons, pauses
 from loraflow.bench.presets import draw_policy
@@ -125,9 +124,6 @@ def generation(session: Session, options: argparse.Namespace) -> Report:
         settle=options.settle,
     )
     cpu = session.settings.device.type == "cpu"  # one server at a time there
-    checks = {}
-    if options.pin and not cpu:
-        checks["processors"] = pin(session.process(kind).pid for kind in ("lora", "plain"))
     try:
         for turn in range(1 if cpu else options.generation_rounds):
             for part in (serving.slots, serving.folded)[:: 1 if turn % 2 == 0 else -1]:
@@ -146,7 +142,6 @@ def generation(session: Session, options: argparse.Namespace) -> Report:
         generation=tuple(serving.rates),
         comparisons=comparisons(serving.rates),
         pauses=pauses(serving.rates),
-        checks=checks,
         failures=tuple(serving.failures),
     )
     return replace(report, break_even=break_evens(report.summary, report.generation))

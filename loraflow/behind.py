@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from loraflow.errors import SyncTimeout
-from loraflow.patience import outcome_of
+from loraflow.patience import over_within
 
 __all__ = ["Behind"]
 
@@ -50,22 +50,19 @@ class Behind(Generic[T]):
         pending = self._pending
         if pending is None:
             return None
-        try:
-            return outcome_of(pending, self._patience)
-        except TimeoutError as error:
-            if pending.done():  # meanwhile; or the error is its own
-                return pending.result()
-            raise SyncTimeout(f"the delivery behind the training step took more than {self._patience:.0f} s") from error
-        finally:
-            if pending.done():
-                self._pending = None
+        if not over_within(pending, self._patience):
+            raise SyncTimeout(f"the delivery behind the training step took more than {self._patience:.0f} s")
+        self._pending = None
+        return pending.result()
 
     def close(self) -> T | None:
         """End the thread, once it is done; returns the outcome that nobody took."""
         thread, self._thread = self._thread, None
         pending, self._pending = self._pending, None
         try:
-            return None if pending is None else outcome_of(pending)
+            if pending is not None:
+                over_within(pending)
         finally:
             if thread is not None:
                 thread.shutdown(wait=True)
+        return None if pending is None else pending.result()

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from loraflow.adapter import AdapterSnapshot
 from loraflow.errors import LoraflowError
-from loraflow.patience import outcome_of
+from loraflow.patience import over_within
 from loraflow.plan import Plan
 from loraflow.records import SyncRecord
 from loraflow.verify import Expected, Prover
@@ -57,7 +57,8 @@ class Forward:
                 moving = thread.submit(delivery)
                 with suppress(Exception):  # told in what is returned
                     self._make()
-                record, error = outcome_of(moving)
+                over_within(moving)
+                record, error = moving.result()
             except BaseException as interrupt:
                 self._broken_off = True
                 if not self._made.done():

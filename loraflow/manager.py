@@ -82,7 +82,7 @@ class SyncManager:
         self._given = [servers] if isinstance(servers, (str, VLLMServer)) else list(servers)
         self._schedule = make_schedule(self.config)
         self._correction = CorrectionOptions.from_config(self.config)
-        self._file = self.ranks.together(self._record_file)
+        self._file = self.ranks.together(self._record_file) if self.config.record_file else None
         self._fleet: Fleet | None = None  # rank 0 only
         self._agreed: Agreed | None = None
         self._spec: AdapterSpec | None = None

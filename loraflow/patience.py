@@ -7,29 +7,25 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import Any
 
-__all__ = ["outcome_of"]
+__all__ = ["over_within"]
 
-T = TypeVar("T")
 _NOTICED = 0.1
 """Seconds after which an interrupt is noticed at the latest."""
 
 
-def outcome_of(work: Future[T], patience: float | None = None) -> T:
-    """What ``work`` returns, once it is over; raises what it raised.
+def over_within(work: Future[Any], patience: float | None = None) -> bool:
+    """Wait until ``work``, under way in another thread, has returned or raised; whether it has.
 
     Args:
-        work: Under way in another thread.
+        work: It.
         patience: Seconds to wait at most; without end where None.
-
-    Raises:
-        TimeoutError: It takes longer. It goes on.
     """
     until = None if patience is None else time.monotonic() + patience
     while not work.done():
         left = _NOTICED if until is None else until - time.monotonic()
         if left <= 0:
-            raise TimeoutError
+            return False
         wait([work], min(_NOTICED, left))
-    return work.result()
+    return True

@@ -168,8 +168,15 @@ class RecordFile:
 
     def append(self, record: SyncRecord) -> None:
         """Write one record, on a line of its own also where a process or a disk left the last one unfinished."""
-        with self.path.open("ab+") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-            begin = b"" if file.read(1) in {b"", b"\n"} else b"\n"
+        begin = b"\n" if _is_torn(self.path) else b""
+        with self.path.open("ab") as file:
             file.write(begin + json.dumps(record.to_dict(), allow_nan=False).encode() + b"\n")
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a file's last line has no end; a pipe has none to look at."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from loraflow.errors import LoraflowError
-from loraflow.patience import outcome_of
+from loraflow.patience import over_within
 from loraflow.policy import Policy
 from loraflow.server import VLLMServer
 from loraflow.store import Recovered
@@ -65,7 +65,8 @@ class Retirement:
         running, self._running = self._running, None
         self._awaited.set()
         if running is not None:
-            outcome_of(running)  # bounded by the timeouts of its calls
+            over_within(running)  # bounded by the timeouts of its calls
+            running.result()
 
     def close(self) -> None:
         """End the thread."""

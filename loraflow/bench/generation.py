@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -152,7 +153,7 @@ def lost_seconds(at: float, seen: Sequence[Sequence[float]], width: float = 0.2,
 def _pass(seconds: float, arm: Arm, requests: Streams) -> tuple[list[float], int]:
     """Let so many seconds go by, with the arm's syncs; when they began, or would have, and requests that failed."""
     began, failed, times = time.perf_counter(), 0, list[float]()
-    for number in range(round(seconds)):
+    for number in range(math.ceil(seconds - 0.5)):
         _sleep_until(began + number + 0.5)
         times.append(time.perf_counter())
         if arm.sync is not None:

@@ -78,7 +78,7 @@ class Streams:
         return int(self._tell([[model, dict(more)] for model, more in asked]))
 
     def seen(self) -> list[list[float]]:
-        """When tokens of a few streams came since this was asked last: a list per request, on the performance counter.
+        """When tokens of a few streams came, on the performance counter: a list per request begun since this was asked.
 
         Raises:
             LoraflowError: The process has ended.

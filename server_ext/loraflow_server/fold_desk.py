@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,9 +151,10 @@ class FoldDesk:
         source = await source_of(body)
         start = time.perf_counter()
         self._engine.need_no_adapters()  # the base may have been pristine since the layout was agreed
-        await self._weights.before_update()
-        noted = time.perf_counter()
-        async with self._engine.paused(needed=self._engine.several):
+        async with AsyncExitStack() as update:
+            await update.enter_async_context(self._weights.updating())
+            noted = time.perf_counter()
+            await update.enter_async_context(self._engine.paused(needed=self._engine.several))
             paused = time.perf_counter()
             kept = lease.policy, lease.digest, lease.before
             # Where an engine does not answer, or nothing could be put back, what is served stays unknown.

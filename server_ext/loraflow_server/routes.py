@@ -9,6 +9,7 @@ import re
 import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -242,12 +243,15 @@ class _WatchUpdates:
             if route_of(scope) == CHECK_ROUTE:
                 body, receive = await peeked(receive, CHECK_BYTES)
                 updates = _zeroes_weights(body)
-            try:
-                if updates:
-                    service.folds.need_idle()
-                if updates or route_of(scope) == CALL_ROUTE:
-                    await service.weights.before_update()
-            except PluginError as error:
-                await _error(error)(scope, receive, send)
-                return
+            async with AsyncExitStack() as update:
+                try:
+                    if updates:
+                        service.folds.need_idle()
+                    if updates or route_of(scope) == CALL_ROUTE:
+                        await update.enter_async_context(service.weights.updating())
+                except PluginError as error:
+                    await _error(error)(scope, receive, send)
+                    return
+                await self._app(scope, receive, send)
+            return
         await self._app(scope, receive, send)

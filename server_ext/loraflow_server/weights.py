@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from loraflow_server.engine import Engine
@@ -38,7 +39,7 @@ class BaseWeights:
         self._engine = engine
         self._pristine: list[list[dict[str, int]]] | None = None
         self._noting = asyncio.Lock()
-        self._updates = 0
+        self._updates, self._under_way = 0, 0
         self.touched = False
 
     def describe(self) -> dict[str, Any]:
@@ -54,8 +55,9 @@ class BaseWeights:
         engines = await self._engine.workers("loraflow_base")
         return [[rank["tensors"] for rank in ranks] for ranks in engines]
 
-    async def before_update(self) -> None:
-        """Note the pristine checksums, once, and that the weights are about to change.
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        """Note the pristine checksums, once, and that the weights change inside.
 
         Of a server that sleeps nothing is known then: its base counts as unproven until it is restarted.
         """
@@ -64,7 +66,12 @@ class BaseWeights:
             if unknown and not await self._engine.asleep():
                 self._pristine = await self._served()
             self._updates += 1
+            self._under_way += 1
             self.touched = True
+        try:
+            yield
+        finally:
+            self._under_way -= 1
 
     @property
     def pristine_fingerprint(self) -> str | None:
@@ -74,14 +81,14 @@ class BaseWeights:
     async def compare(self) -> dict[str, Any]:
         """Checksum the base as served now; if it is the pristine one, it counts as untouched again.
 
-        Not where an update was begun meanwhile: what was read is not what is served by now.
+        Not where an update is under way, or was begun meanwhile: what was read is not what is served by now.
         """
-        begun = self._updates
+        quiet, begun = not self._under_way, self._updates
         served = await self._served()
         if self._pristine is None and not self.touched:
             self._pristine = served
         pristine = self._pristine is not None and served == self._pristine
-        if pristine and begun == self._updates:
+        if pristine and quiet and begun == self._updates:
             self.touched = False
         reference = self._pristine or served
         changed = sorted(
@@ -139,9 +146,9 @@ class BaseWeights:
 
     async def receive(self, incoming: Mapping[str, Any], label: str, timeout: float) -> dict[str, Any]:
         """Have the workers write what a trainer sends straight to where it is served; then as `sums`."""
-        await self.before_update()
         limit = timeout * (len(incoming["buckets"]) + 1)
-        engines, version = await self._engine.receive(label, incoming, timeout, limit)
+        async with self.updating():
+            engines, version = await self._engine.receive(label, incoming, timeout, limit)
         return _sums_answer(engines, version)
 
     async def need_pristine(self) -> None:

@@ -205,7 +205,7 @@ def test_a_long_wait_is_made_of_short_ones(monkeypatch: pytest.MonkeyPatch) -> N
     for limit in (None, 600.0, 0.02):
         waited.clear()
         with pytest.raises(KeyboardInterrupt):
-            patience.outcome_of(Future(), limit)
+            patience.over_within(Future(), limit)
         assert all(0 < seconds <= min(0.1, limit or 1) for seconds in waited)
 
 

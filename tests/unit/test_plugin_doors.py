@@ -13,7 +13,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -359,13 +360,14 @@ def test_whatever_may_change_the_base_is_noted_before_it_does(call: str, *, watc
     plugin = LoraflowEndpoints()
     plugin.settings = Settings()
 
-    async def before_update() -> None:
+    @asynccontextmanager
+    async def updating() -> AsyncIterator[None]:
         seen.append("noted")
+        yield
+        seen.append("over")
 
     plugin.attach_router(app)
-    service = SimpleNamespace(
-        folds=SimpleNamespace(need_idle=lambda: None), weights=SimpleNamespace(before_update=before_update)
-    )
+    service = SimpleNamespace(folds=SimpleNamespace(need_idle=lambda: None), weights=SimpleNamespace(updating=updating))
     plugin.service = service  # type: ignore[assignment]
 
     async def reached(request: Request) -> dict[str, str]:
@@ -377,7 +379,7 @@ def test_whatever_may_change_the_base_is_noted_before_it_does(call: str, *, watc
         app.add_api_route(path, reached, methods=["POST"])
     path, _, body = call.partition(" ")
     assert TestClient(app, base_url="http://127.0.0.1").post(path, content=body).status_code == 200
-    assert seen == (["noted"] if watched else []) + ["reached"]
+    assert seen == (["noted", "reached", "over"] if watched else ["reached"])
 
 
 def test_a_caller_that_leaves_calls_its_broadcast_off(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

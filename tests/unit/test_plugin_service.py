@@ -82,11 +82,11 @@ def test_an_updated_base_takes_no_adapter_until_it_is_pristine_again() -> None:
 
     async def story() -> None:
         await weights.need_pristine()
-        await weights.before_update()
+        await begun(weights)
         assert weights.touched
         await weights.need_pristine()  # begun, but nothing changed: proven by the checksums
         assert not weights.touched
-        await weights.before_update()
+        await begun(weights)
         engines.sums = [7, 8]  # one engine only
         with pytest.raises(PluginError, match="not proven pristine"):
             await weights.need_pristine()
@@ -105,7 +105,7 @@ def test_the_weights_of_a_server_that_sleeps_are_not_read_and_count_as_unproven(
 
     async def story() -> None:
         engines.sleeps = True
-        await weights.before_update()
+        await begun(weights)
         assert weights.touched
         with pytest.raises(PluginError, match="wake it up"):
             await weights.need_pristine()
@@ -114,6 +114,12 @@ def test_the_weights_of_a_server_that_sleeps_are_not_read_and_count_as_unproven(
             await weights.need_pristine()
 
     asyncio.run(story())
+
+
+async def begun(weights: BaseWeights) -> None:
+    """An update that wrote nothing yet, or whose writing is played by the caller."""
+    async with weights.updating():
+        pass
 
 
 class SlowEngines(Engines):
@@ -130,19 +136,40 @@ class SlowEngines(Engines):
         return found
 
 
+def test_a_base_that_is_read_before_an_update_writes_is_not_taken_for_what_it_leaves() -> None:
+    engines: Any = SlowEngines()
+    weights = BaseWeights(engines)
+
+    async def story() -> None:
+        engines.arrives.set()
+        async with weights.updating():
+            engines.arrives.clear()
+            engines.read.clear()
+            comparing = asyncio.create_task(weights.compare())
+            await engines.read.wait()
+            engines.sums = [8, 8]
+        engines.arrives.set()
+        assert (await comparing)["pristine"]
+        assert weights.touched
+        with pytest.raises(PluginError, match="not proven pristine"):
+            await weights.need_pristine()
+
+    asyncio.run(story())
+
+
 def test_an_update_that_begins_while_the_base_is_compared_is_not_forgotten() -> None:
     engines: Any = SlowEngines()
     weights = BaseWeights(engines)
 
     async def story() -> None:
         engines.arrives.set()
-        await weights.before_update()
+        await begun(weights)
         engines.arrives.clear()
         engines.read.clear()
         comparing = asyncio.create_task(weights.compare())
         loading = asyncio.create_task(weights.need_pristine())
         await engines.read.wait()
-        await weights.before_update()
+        await begun(weights)
         engines.sums = [8, 8]
         engines.arrives.set()
         await comparing
@@ -161,9 +188,9 @@ def test_of_two_updates_that_begin_together_the_second_one_notes_nothing() -> No
     written, late = asyncio.Event(), list[Any]()
 
     async def update() -> None:
-        await weights.before_update()
-        engines.sums = [8, 8]
-        written.set()
+        async with weights.updating():
+            engines.sums = [8, 8]
+            written.set()
 
     async def asleep() -> bool:
         await asyncio.sleep(0)
@@ -174,7 +201,7 @@ def test_of_two_updates_that_begin_together_the_second_one_notes_nothing() -> No
     async def story() -> None:
         engines.asleep = asleep
         engines.arrives.set()
-        first, second = asyncio.create_task(update()), asyncio.create_task(weights.before_update())
+        first, second = asyncio.create_task(update()), asyncio.create_task(begun(weights))
         late.append(second)
         await asyncio.wait_for(asyncio.gather(first, second), 5)
         assert not (await weights.compare())["pristine"]
@@ -192,7 +219,7 @@ def test_without_the_extension_an_updated_base_is_never_pristine() -> None:
     weights = BaseWeights(SimpleNamespace(has_extension=False))  # type: ignore[arg-type]
 
     async def story() -> None:
-        await weights.before_update()
+        await begun(weights)
         with pytest.raises(PluginError):
             await weights.need_pristine()
 
