@@ -31,6 +31,9 @@ __all__ = ["SlotDesk"]
 
 logger = logging.getLogger("vllm.loraflow")
 
+_LOOKS, _LOOK_SECONDS = 25, 0.004
+"""How often the checksums of a slot are asked for while requests run; the last time, the workers wait for them."""
+
 _LAYOUTS = 4
 """Layouts whose payloads may be uploaded; as many as a worker keeps."""
 
@@ -157,14 +160,15 @@ class SlotDesk:
             folder = checks.resolve_inside(body.get("path"), self._settings.roots, must_exist=False)
         if source["kind"] == "broadcast" and source["nbytes"] != (nbytes := self._bytes_of(layout_id)):
             raise PluginError("bad_source", f"the payload has {source['nbytes']} bytes, not {nbytes}")
-        await self.arrival(source)
+        wait = not await self.arrival(source)
         async with self._lock, self._engine.name_lock(name):
             self._names.check_free(name)
             await self._weights.need_pristine()
             int_id = self._engine.next_id()
             start = time.perf_counter()
             try:
-                engines = await self._received("loraflow_direct", source, int_id, layout_id)
+                engines = await self._received("loraflow_direct", source, int_id, layout_id, wait)
+                launched, engines = _worker_ms(engines), await self._proven(int_id, engines)
             except PluginError:
                 # The engine knows ids only, and this one is used for nothing else: no trace of the name is left.
                 await self._engine.workers("loraflow_drop", int_id)
@@ -175,18 +179,35 @@ class SlotDesk:
         self._metrics.add("loraflow_loads_total", carrier="direct")
         self._metrics.add("loraflow_payload_bytes_total", source["nbytes"], carrier="direct")
         log_event(logger, logging.INFO, "adapter_installed", name=name, id=int_id, ms=elapsed, bytes=source["nbytes"])
-        return self._digest_answer(name, engines) | {
-            "phases_ms": {"worker": max(rank["ms"] for ranks in engines for rank in ranks), "call": elapsed}
-        }
+        return self._digest_answer(name, engines) | {"phases_ms": {"worker": launched, "call": elapsed}}
 
-    async def arrival(self, source: Mapping[str, Any]) -> None:
-        """A payload that was announced is waited for here while requests run, and by the workers of an idle engine."""
+    async def arrival(self, source: Mapping[str, Any]) -> bool:
+        """A payload that was announced is waited for here while requests run, and by the workers of an idle engine.
+
+        Returns:
+            Whether requests run, which nothing should hold up.
+        """
         if not self._engine.in_flight():
-            return
+            return False
         if "serial" in source:
             await self._groups.arrival(source["group"], source["serial"])
         else:
             await self._announced.arrival(source)
+        return True
+
+    async def _proven(self, int_id: int, engines: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+        """What the workers found in the slots that they were told to fill: looked for between steps, until it is there.
+
+        Args:
+            int_id: The adapter's id.
+            engines: What they found so far.
+        """
+        for look in range(_LOOKS):
+            if all(rank["sums"] is not None for ranks in engines for rank in ranks):
+                break
+            await asyncio.sleep(_LOOK_SECONDS)
+            engines = await self._engine.workers("loraflow_direct_sums", int_id, look == _LOOKS - 1)
+        return engines
 
     def _bytes_of(self, layout_id: str) -> int:
         """Bytes of a payload of a layout that was agreed on here, known before any of them comes."""
@@ -213,8 +234,13 @@ class SlotDesk:
             "lora_int_id": item.int_id,
             "engines": [[{"sums": rank["sums"], "dirty": rank["dirty"]} for rank in ranks] for ranks in engines],
             "weights_touched": self._weights.touched,
-            "phases_ms": {"worker": max(rank["ms"] for ranks in engines for rank in ranks)},
+            "phases_ms": {"worker": _worker_ms(engines)},
         }
+
+
+def _worker_ms(engines: list[list[dict[str, Any]]]) -> float:
+    """Milliseconds of the slowest worker."""
+    return float(max(rank["ms"] for ranks in engines for rank in ranks))
 
 
 def _not_covered(tensors: Mapping[str, list[int]], ranks: list[list[list[int]]]) -> list[str]:

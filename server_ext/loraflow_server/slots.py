@@ -20,7 +20,7 @@ from loraflow_server.checksum import Checksummer
 from loraflow_server.errors import PluginError
 from loraflow_server.rects import Rect, find_rects
 
-__all__ = ["Place", "SlotLayout", "learn_layout", "read_slot"]
+__all__ = ["Place", "SlotLayout", "SlotReading", "learn_layout"]
 
 Side = Literal["a", "b"]
 
@@ -307,18 +307,41 @@ def learn_layout(manager: Any, tensors: Mapping[str, Sequence[int]], device: tor
     )
 
 
-def read_slot(manager: Any, layout: SlotLayout, slot: int) -> tuple[list[int], list[str]]:
-    """Checksum every piece of slot ``slot``, on its device.
+class SlotReading:
+    """Checksums of every piece of one slot, launched on its device behind whatever was launched there before.
 
-    Returns:
-        The checksum of each piece (int64), and the names of layers with something non-zero outside of the pieces.
+    Args:
+        manager: vLLM's `LoRAModelManager`.
+        layout: Of what lies in the slot.
+        slot: Which.
     """
-    served, rest = layout.views(manager.modules, slot)
-    sums = layout.checksummer.launch(served)
-    if not rest:
-        return sums.tolist(), []
-    # The largest magnitude, not a sum: it is 0 only where every element is, and NaN counts as not zero.
-    largest = torch.stack(torch._foreach_norm(rest, float("inf")))
-    found = torch.cat([sums, (largest != 0).to(sums.dtype)]).tolist()  # one wait for both
-    dirty = [place.module for place, wrong in zip(layout.outside, found[len(served) :], strict=True) if wrong]
-    return found[: len(served)], sorted(set(dirty))
+
+    def __init__(self, manager: Any, layout: SlotLayout, slot: int) -> None:
+        served, rest = layout.views(manager.modules, slot)
+        found = layout.checksummer.launch(served)
+        if rest:
+            # The largest magnitude, not a sum: it is 0 only where every element is, and NaN counts as not zero.
+            largest = torch.stack(torch._foreach_norm(rest, float("inf")))
+            found = torch.cat([found, (largest != 0).to(found.dtype)])
+        self._outside = layout.outside if rest else ()
+        self._found = found
+        self._done: torch.cuda.Event | None = None
+        if found.is_cuda:
+            self._found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            self._found.copy_(found, non_blocking=True)
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    @property
+    def ready(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
+
+    def result(self) -> tuple[list[int], list[str]]:
+        """Wait for it: each piece's checksum (int64), and the layers with something non-zero outside of the pieces."""
+        if self._done is not None:
+            self._done.synchronize()
+        found = self._found.tolist()
+        pieces = len(found) - len(self._outside)
+        dirty = {place.module for place, wrong in zip(self._outside, found[pieces:], strict=True) if wrong}
+        return found[:pieces], sorted(dirty)

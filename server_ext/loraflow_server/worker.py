@@ -17,7 +17,7 @@ from loraflow_server.base import base_checksums
 from loraflow_server.direct import Installer, own_tensors
 from loraflow_server.errors import PluginError
 from loraflow_server.folder import FolderReader
-from loraflow_server.slots import SlotLayout, learn_layout, read_slot
+from loraflow_server.slots import SlotLayout, SlotReading, learn_layout
 from loraflow_server.weights_worker import WeightsWorker
 
 __all__ = ["LoraflowWorker"]
@@ -89,7 +89,7 @@ class LoraflowWorker(WeightsWorker):
 
             self.model_runner.lora_manager.add_adapter(LoRARequest(name, lora_int_id, path))
         own_tensors(manager, lora_int_id)
-        sums, dirty = read_slot(manager, layout, manager.lora_index_to_id.index(lora_int_id))
+        sums, dirty = SlotReading(manager, layout, manager.lora_index_to_id.index(lora_int_id)).result()
         return {"sums": sums, "dirty": dirty}
 
     @answers
@@ -99,8 +99,13 @@ class LoraflowWorker(WeightsWorker):
         return {"head": bytes(head.cpu().tolist()).hex()}
 
     @answers
-    def loraflow_direct(self, lora_int_id: int, layout_id: str, source: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Fill a slot from a payload or a published folder under a new id, and checksum what lies there then."""
+    def loraflow_direct(
+        self, lora_int_id: int, layout_id: str, wait: bool, source: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Fill a slot from a payload or a published folder under a new id, and checksum what lies there then.
+
+        Without ``wait`` both are only launched, and steps can follow: `loraflow_direct_sums` gives what was found.
+        """
         layout, manager = self.loraflow_known_layout(layout_id), self.loraflow_manager()
         scalings = None
         if source["kind"] == "folder":
@@ -109,8 +114,17 @@ class LoraflowWorker(WeightsWorker):
         else:
             payload = self.loraflow_payloads().bytes_of(source)
         slot = self.loraflow_installer().install(layout, payload, lora_int_id, scalings)
-        sums, dirty = read_slot(manager, layout, slot)
-        return {"sums": sums, "dirty": dirty}
+        reading = SlotReading(manager, layout, slot)
+        self.__dict__["_loraflow_reading"] = (lora_int_id, reading)
+        return _found(reading, wait)
+
+    @answers
+    def loraflow_direct_sums(self, lora_int_id: int, wait: bool) -> Mapping[str, Any]:
+        """What `loraflow_direct` found, the last one; ``sums`` None where it is still at it, and nobody is to wait."""
+        known: tuple[int, SlotReading] | None = self.__dict__.get("_loraflow_reading")
+        if known is None or known[0] != lora_int_id:
+            raise PluginError("nothing_begun", f"adapter id {lora_int_id} is not being installed", status=409)
+        return _found(known[1], wait)
 
     @answers
     def loraflow_drop(self, lora_int_id: int) -> Mapping[str, Any]:
@@ -135,3 +149,10 @@ class LoraflowWorker(WeightsWorker):
     def loraflow_base(self) -> Mapping[str, Any]:
         """Checksums of the served base weights, LoRA slots left out."""
         return {"tensors": base_checksums(self.model_runner.get_model())}
+
+
+def _found(reading: SlotReading, wait: bool) -> Mapping[str, Any]:
+    if not wait and not reading.ready:
+        return {"sums": None, "dirty": None}
+    sums, dirty = reading.result()
+    return {"sums": sums, "dirty": dirty}

@@ -24,6 +24,8 @@ from loraflow.store import AdapterStore
 from loraflow.transports.blocks import SharedBlock
 from loraflow.transports.direct import DirectTransport
 from loraflow.transports.filesystem import FilesystemTransport
+from loraflow_server import slot_desk
+from loraflow_server.slots import SlotReading
 from tests.helpers.lora_worker import LoraHost, lora_host
 from tests.helpers.plugin_server import plugin_server
 from tests.helpers.tiny import peft_model, randomize
@@ -120,6 +122,43 @@ def in_flight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """How many requests run."""
     monkeypatch.setattr("loraflow_server.engine.Engine.in_flight", lambda *_: request.param)
     return int(request.param)
+
+
+@pytest.mark.parametrize("looks", [0, 2, 10_000], ids=["at once", "later", "never by itself"])
+def test_what_lies_in_a_slot_is_looked_for_while_requests_run_and_waited_for_on_an_idle_engine(
+    looks: int,
+    in_flight: int,
+    host: LoraHost,
+    url: str,
+    store: AdapterStore,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bool] = []
+    left = iter(range(looks))
+    monkeypatch.setattr(SlotReading, "ready", property(lambda _: next(left, None) is None))
+    monkeypatch.setattr(slot_desk, "_LOOK_SECONDS", 0.001)
+    sums = host.worker.loraflow_direct_sums
+    monkeypatch.setattr(
+        host.worker, "loraflow_direct_sums", lambda int_id, wait: asked.append(wait) or sums(int_id, wait)
+    )
+    server, model = VLLMServer(url), peft_model(tiny_model, std=0.2)
+    transport = DirectTransport(store, AdapterSpec.from_model(model))
+    transport.open([server])
+    randomize(model, seed=looks, std=0.2)
+    policy = Policy(store.run_id, 0)
+    outcome = transport.deliver(policy, take_snapshot(model, dtype=torch.bfloat16), [server]).servers[url]
+    assert outcome.error is None, outcome.error
+    assert outcome.proof is not None
+    assert outcome.proof.passed, outcome.proof.detail
+    # The worker is asked until it is there, and told to wait the last time: the engine must not be asked for ever.
+    wanted = {0: [], 2: [False, False], 10_000: [False] * 24 + [True]}[looks] if in_flight else []
+    assert asked == wanted
+    transport.close([server])
+
+
+def test_what_lies_in_a_slot_is_told_of_the_adapter_that_was_put_there_last(host: LoraHost) -> None:
+    assert host.worker.loraflow_direct_sums(987_654, True)["error"]["code"] == "nothing_begun"
 
 
 @pytest.fixture

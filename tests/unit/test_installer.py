@@ -14,7 +14,7 @@ import torch
 from loraflow.adapter import AdapterSpec, take_snapshot, write_adapter
 from loraflow.digest import SlotDigest
 from loraflow.layout import Rect, ServingCopy, SlotLayout, lora_shapes
-from loraflow_server.slots import read_slot
+from loraflow_server.slots import SlotReading
 from tests.helpers.lora_worker import LoraHost, lora_host
 from tests.helpers.tiny import peft_model, randomize
 
@@ -55,14 +55,14 @@ class Trainer:
         write_adapter(snapshot, folder, fsync=False)
         return folder, list(self.digest.expected(snapshot)[0])
 
-    def direct(self, int_id: int) -> dict[str, Any]:
+    def direct(self, int_id: int, *, wait: bool = True) -> dict[str, Any]:
         """Install what the copy holds."""
         payload = self.copy.flat.view(torch.uint8)
         self.host.worker.loraflow_payloads().bytes_of = lambda _: payload
-        return self.host.worker.loraflow_direct(int_id, self.layout_id, {"kind": "shm"})
+        return self.host.worker.loraflow_direct(int_id, self.layout_id, wait, {"kind": "shm"})
 
     def folder(self, int_id: int, folder: Path) -> dict[str, Any]:
-        return self.host.worker.loraflow_direct(int_id, self.layout_id, {"kind": "folder", "path": str(folder)})
+        return self.host.worker.loraflow_direct(int_id, self.layout_id, True, {"kind": "folder", "path": str(folder)})
 
 
 LORAS = [
@@ -139,7 +139,7 @@ def test_what_does_not_fit_leaves_nothing(host: LoraHost, tiny_model: Path, tmp_
     payload = trainer.copy.flat.view(torch.uint8)
     for short in (payload[:-4], payload[:-1]):
         host.worker.loraflow_payloads().bytes_of = lambda _, short=short: short
-        answer = host.worker.loraflow_direct(next(_ids), trainer.layout_id, {"kind": "shm"})
+        answer = host.worker.loraflow_direct(next(_ids), trainer.layout_id, True, {"kind": "shm"})
         assert answer["error"]["code"] == "bad_source"
     file = folder / "adapter_model.safetensors"
     whole = file.read_bytes()
@@ -206,4 +206,4 @@ def test_nothing_of_the_adapter_before_is_left_in_layers_that_this_one_leaves_al
     assert (answer["sums"], answer["dirty"]) == (wanted, [])
     experts.held(slot)[-1][1, 2, 3] = float("nan")
     layout = host.worker.loraflow_known_layout(trainer.layout_id)
-    assert read_slot(host.manager, layout, slot)[1] == ["model.layers.0.mlp.experts"]
+    assert SlotReading(host.manager, layout, slot).result()[1] == ["model.layers.0.mlp.experts"]
