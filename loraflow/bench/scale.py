@@ -54,7 +54,8 @@ def run_scale(
 ) -> dict[str, Any]:
     """Measure every way at every value; write ``scale-AXIS.json`` and plots to ``out``; the report.
 
-    A rank is measured on one server that takes the largest; a depth or a size has a server of its own.
+    A rank is measured on one server that takes the largest; a depth or a size has a server of its own. Servers run
+    without CUDA graphs, which take minutes to capture: only syncs are measured, and an engine that is idle runs none.
 
     Raises:
         LoraflowError: Nothing could be measured.
@@ -83,6 +84,7 @@ def run_scale(
 
 def _settings_at(settings: Settings, axis: Axis, values: Sequence[int | str]) -> Settings:
     """Settings whose servers take every one of ``values``."""
+    settings = replace(settings, eager=True)
     if axis == "rank":
         return replace(settings, server_rank=round_up_rank(max(int(value) for value in values)))
     if axis == "preset":

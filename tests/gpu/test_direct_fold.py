@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,40 @@ def test_direct(slots: RunningServer, base: Path, monkeypatch: pytest.MonkeyPatc
         transport.wait_published()
         redraw(model, 1)
         assert off(server, f"{store.run_id}-v1", model) < NOISE  # evicted meanwhile
+        transport.close([server])
+
+
+def test_direct_while_requests_run(slots: RunningServer, base: Path) -> None:
+    """Slots are filled and checksummed between steps that nobody holds up; one that is evicted for it among them."""
+    server, over = VLLMServer(slots.url), threading.Event()
+    model = peft_model(base, r=16, dtype=torch.bfloat16).cuda()
+    served = [server.info.model]
+
+    def generate() -> int:
+        with VLLMServer(slots.url) as own:
+            done = 0
+            while not over.is_set():
+                done += len(own.generate([PROMPT[:8]], model=served[-1], max_tokens=64, temperature=1.0)[0].token_ids)
+        return done
+
+    with store_of(slots) as store, ThreadPoolExecutor(8) as pool:
+        transport = DirectTransport(store, AdapterSpec.from_model(model), device="cuda")
+        transport.open([server])
+        streams = [pool.submit(generate) for _ in range(8)]
+        try:
+            for version in range(12):
+                redraw(model, version)
+                policy = Policy(store.run_id, version)
+                outcome = transport.deliver(policy, take_snapshot(model), [server]).servers[server.url]
+                assert outcome.error is None
+                assert outcome.proof is not None
+                assert outcome.proof.passed, outcome.proof.detail
+                assert PluginClient(server.request).status()["in_flight"] > 0
+                assert off(server, policy.name, model) < NOISE
+                served.append(policy.name)
+        finally:
+            over.set()
+        assert all(stream.result() > 0 for stream in streams)
         transport.close([server])
 
 
