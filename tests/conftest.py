@@ -19,6 +19,8 @@ from tests.helpers.vllm_process import RunningServer, vllm_server
 
 SERVERS = (
     "lora_server",
+    "straight_server",
+    "mapped_server",
     "plain_server",
     "vlm_server",
     "tp2_server",
@@ -71,6 +73,25 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lora_server(server_park: ServerPark, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunningServer:
     """`loraflow serve` as it stands: LoRA rank 16, plugin, worker extension, gloo weight transfer; float32."""
     return server_park.get("lora", lambda: vllm_server(tiny_model, tmp_path_factory.mktemp("lora")))
+
+
+def _writing(park: ServerPark, model: Path, work: Path, name: str, weight_transfer: str | None) -> RunningServer:
+    env = {"LORAFLOW_FOLD": "1"}
+    return park.get(name, lambda: vllm_server(model, work, env=env, weight_transfer=weight_transfer))
+
+
+@pytest.fixture
+def straight_server(
+    server_park: ServerPark, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> RunningServer:
+    """As `lora_server`, with plain weights: it writes what it receives to where it is served."""
+    return _writing(server_park, tiny_model, tmp_path_factory.mktemp("straight"), "straight", None)
+
+
+@pytest.fixture
+def mapped_server(server_park: ServerPark, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunningServer:
+    """As `straight_server`, over ipc: buckets lie in memory that its worker has mapped."""
+    return _writing(server_park, tiny_model, tmp_path_factory.mktemp("mapped"), "mapped", "ipc")
 
 
 @pytest.fixture

@@ -77,7 +77,9 @@ def run_scale(
             points.append(_point(session, value, ways))
     if not any(point.samples for point in points):
         raise LoraflowError("nothing was measured", hint=points[0].failures[0].error if points else None)
-    report = ScaleReport(axis, environment(), settings.to_dict(), tuple(points), _fits(points))
+    varied = {axis, "rank"} if axis == "preset" else {axis}
+    common = {k: v for k, v in _settings_at(settings, axis, values).to_dict().items() if k not in varied}
+    report = ScaleReport(axis, environment(), common, tuple(points), _fits(points))
     _show(output, report)
     return _written(report, out, output)
 

@@ -41,7 +41,7 @@ class ScaleReport:
     Attributes:
         axis: What was varied.
         environment: Where.
-        settings: How.
+        settings: How, but for what was varied.
         points: In the order in which they were asked for.
         fit_ms: By way: milliseconds of a sync without payload, and per MB, of the straight line through the medians.
     """

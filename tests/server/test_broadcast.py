@@ -24,19 +24,18 @@ from loraflow.policy import Policy
 from loraflow.server import HTTPFailure, VLLMServer
 from loraflow.transports.broadcast import BroadcastTransport
 from loraflow.transports.link import PRISTINE
-from tests.helpers.tiny import PROMPT, load_base, make_tiny_model, peft_logprobs, peft_model, randomize
-from tests.helpers.vllm_process import RunningServer, vllm_server
+from tests.helpers.tiny import PROMPT, load_base, peft_logprobs, peft_model, randomize
+from tests.helpers.vllm_process import RunningServer
 
 pytestmark = pytest.mark.server
 
 LAYOUTS = {
-    "tp1": (),
-    "straight": (),
-    "mapped": (),
-    "tp2": ("--tensor-parallel-size", "2"),
-    "dp2": ("--data-parallel-size", "2"),
+    "lora_server": "tp1",
+    "straight_server": "straight",
+    "mapped_server": "mapped",
+    "tp2_server": "tp2",
+    "dp2_server": "dp2",
 }
-STRAIGHT = {"LORAFLOW_FOLD": "1"}
 WRITES = {"straight", "mapped"}
 SOME_SEEDS = (1, 2)
 
@@ -99,18 +98,20 @@ def answer(server: VLLMServer, model: str, rank: int) -> tuple[Any, ...]:
     return prompt, tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"])
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    work = tmp_path_factory.mktemp(request.param)
-    folder = make_tiny_model(work / "model")
-    extra, env = LAYOUTS[request.param], STRAIGHT if request.param in WRITES else {}
-    backend = "ipc" if request.param == "mapped" else None
-    with (
-        vllm_server(folder, work, extra=extra, env=env, weight_transfer=backend) as running,
-        VLLMServer(running.url) as server,
-    ):
-        here = Site(server, running, request.param, [])
-        here.at_start = here.answers()
+@pytest.fixture(scope="module")
+def answered() -> dict[str, list[Any]]:
+    """What each server answered before anything was sent to it, by its URL."""
+    return {}
+
+
+@pytest.fixture(params=LAYOUTS, ids=LAYOUTS.values())
+def site(request: pytest.FixtureRequest, answered: dict[str, list[Any]]) -> Iterator[Site]:
+    running: RunningServer = request.getfixturevalue(request.param)
+    with VLLMServer(running.url) as server:
+        here = Site(server, running, LAYOUTS[request.param], [])
+        if running.url not in answered:
+            answered[running.url] = here.answers()
+        here.at_start = answered[running.url]
         yield here
 
 

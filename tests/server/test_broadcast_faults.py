@@ -25,8 +25,8 @@ from loraflow.policy import Policy
 from loraflow.server import VLLMServer
 from loraflow.transports.broadcast import BroadcastTransport
 from loraflow.transports.link import PRISTINE, Link
-from tests.helpers.tiny import PROMPT, make_tiny_model, peft_logprobs, peft_model, randomize
-from tests.helpers.vllm_process import RunningServer, vllm_server
+from tests.helpers.tiny import PROMPT, peft_logprobs, peft_model, randomize
+from tests.helpers.vllm_process import RunningServer
 
 pytestmark = pytest.mark.server
 
@@ -85,29 +85,36 @@ for version in range(2):
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("faults") / "model")
-
-
-WAYS = {"loaded": {}, "straight": {"LORAFLOW_FOLD": "1"}, "mapped": {"LORAFLOW_FOLD": "1"}}
+WAYS = {"lora_server": "loaded", "straight_server": "straight", "mapped_server": "mapped"}
 PHASES = ["handshake", "pause", "start", "first bucket", "second bucket", "finish", "resume"]
-straight_only = pytest.mark.parametrize("running", ["straight"], indirect=True)
-past_vllm = pytest.mark.parametrize("running", ["straight", "mapped"], indirect=True)
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def running(
-    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningServer]:
-    work, backend = tmp_path_factory.mktemp(request.param), "ipc" if request.param == "mapped" else None
-    with vllm_server(folder, work, env=WAYS[request.param], weight_transfer=backend) as found:
-        yield found
+def on(*ways: str) -> pytest.MarkDecorator:
+    """Run on the servers that take what is sent in one of these ways."""
+    servers = [server for server, way in WAYS.items() if way in ways]
+    return pytest.mark.parametrize("running", servers, indirect=True, ids=ways)
+
+
+straight_only, past_vllm = on("straight"), on("straight", "mapped")
+
+
+@pytest.fixture(params=WAYS, ids=WAYS.values())
+def running(request: pytest.FixtureRequest) -> RunningServer:
+    found: RunningServer = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture(scope="module")
-def at_start(running: RunningServer) -> Any:
-    return answer(VLLMServer(running.url))
+def answered() -> dict[str, Any]:
+    """What each server answered before anything was sent to it, by its URL."""
+    return {}
+
+
+@pytest.fixture
+def at_start(running: RunningServer, answered: dict[str, Any]) -> Any:
+    if running.url not in answered:
+        answered[running.url] = answer(VLLMServer(running.url))
+    return answered[running.url]
 
 
 def answer(server: VLLMServer) -> Any:
@@ -123,9 +130,9 @@ def opened(server: VLLMServer, model: Any, **options: Any) -> BroadcastTransport
     return transport
 
 
-def a_whole_run(server: VLLMServer, folder: Path, at_start: Any) -> None:
+def a_whole_run(server: VLLMServer, tiny_model: Path, at_start: Any) -> None:
     """What every next run must be able to do: find the base pristine, serve a version, leave the base pristine."""
-    model = peft_model(folder, seed=3, target_modules=["q_proj", "v_proj", "o_proj"])
+    model = peft_model(tiny_model, seed=3, target_modules=["q_proj", "v_proj", "o_proj"])
     transport = opened(server, model)
     assert answer(server) == at_start
     (outcome,) = transport.deliver(Policy("next", 0), take_snapshot(model), [server]).servers.values()
@@ -137,8 +144,8 @@ def a_whole_run(server: VLLMServer, folder: Path, at_start: Any) -> None:
     assert server.request("GET", "/weight_info")["weight_version"] == PRISTINE
 
 
-def die_in(phase: str, running: RunningServer, folder: Path) -> None:
-    command = [sys.executable, "-c", DYING_TRAINER, running.url, str(folder), phase]
+def die_in(phase: str, running: RunningServer, tiny_model: Path) -> None:
+    command = [sys.executable, "-c", DYING_TRAINER, running.url, str(tiny_model), phase]
     dead = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert dead.returncode == 17, dead.stderr[-2000:]
 
@@ -146,49 +153,49 @@ def die_in(phase: str, running: RunningServer, folder: Path) -> None:
 @past_vllm
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_trainer_that_dies_leaves_a_usable_server(
-    running: RunningServer, folder: Path, at_start: Any, phase: str
+    running: RunningServer, tiny_model: Path, at_start: Any, phase: str
 ) -> None:
-    die_in(phase, running, folder)
-    a_whole_run(VLLMServer(running.url), folder, at_start)
+    die_in(phase, running, tiny_model)
+    a_whole_run(VLLMServer(running.url), tiny_model, at_start)
 
 
-@pytest.mark.parametrize("running", ["loaded"], indirect=True)
+@on("loaded")
 @pytest.mark.parametrize("phase", ["second bucket", "finish"])
 def test_a_trainer_that_dies_while_vllm_loads_leaves_a_usable_server(
-    running: RunningServer, folder: Path, at_start: Any, phase: str
+    running: RunningServer, tiny_model: Path, at_start: Any, phase: str
 ) -> None:
-    die_in(phase, running, folder)
-    a_whole_run(VLLMServer(running.url), folder, at_start)
+    die_in(phase, running, tiny_model)
+    a_whole_run(VLLMServer(running.url), tiny_model, at_start)
 
 
 @past_vllm
 def test_a_trainer_that_stalls_holds_the_server_up_for_a_timeout_only(
-    running: RunningServer, folder: Path, at_start: Any
+    running: RunningServer, tiny_model: Path, at_start: Any
 ) -> None:
     """It lives, keeps its connections open, and sends nothing more: the workers give up, and another run takes over."""
-    command = [sys.executable, "-c", DYING_TRAINER, running.url, str(folder), "stall"]
+    command = [sys.executable, "-c", DYING_TRAINER, running.url, str(tiny_model), "stall"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stalled:
         assert stalled.stdout is not None
         assert stalled.stdout.readline() == "stalled\n"
         begin = time.monotonic()
         try:
-            a_whole_run(VLLMServer(running.url), folder, at_start)
+            a_whole_run(VLLMServer(running.url), tiny_model, at_start)
             assert time.monotonic() - begin < 3 * TIMEOUT
         finally:
             stalled.kill()
 
 
 @pytest.fixture
-def transport(running: RunningServer, folder: Path) -> tuple[Any, BroadcastTransport, VLLMServer]:
+def transport(running: RunningServer, tiny_model: Path) -> tuple[Any, BroadcastTransport, VLLMServer]:
     server = VLLMServer(running.url, request_timeout=5)
-    model = peft_model(folder)
+    model = peft_model(tiny_model)
     # Small buckets: some have left when something fails.
     return model, opened(server, model, bucket_bytes=1 << 17), server
 
 
 @straight_only
 def test_a_worker_that_cannot_join_ends_the_handshake(
-    running: RunningServer, folder: Path, at_start: Any, monkeypatch: pytest.MonkeyPatch
+    running: RunningServer, tiny_model: Path, at_start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that the workers cannot reach: the trainer's address is wrong."""
     from loraflow.transports import groups
@@ -199,10 +206,10 @@ def test_a_worker_that_cannot_join_ends_the_handshake(
     config = SyncConfig(carrier="gloo", collective_timeout=3)
     begin = time.monotonic()
     with pytest.raises(LoraflowError, match="'connect'"):
-        BroadcastTransport(peft_model(folder), config, "gloo").open([server])
+        BroadcastTransport(peft_model(tiny_model), config, "gloo").open([server])
     assert time.monotonic() - begin < 15
     monkeypatch.undo()
-    a_whole_run(server, folder, at_start)
+    a_whole_run(server, tiny_model, at_start)
 
 
 @past_vllm
@@ -280,7 +287,7 @@ def test_an_interrupt_in_the_middle_of_a_bucket_waits_for_nothing(
 def test_a_server_that_dies_is_named_with_the_phase(
     transport: tuple[Any, BroadcastTransport, VLLMServer],
     running: RunningServer,
-    folder: Path,
+    tiny_model: Path,
     at_start: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -311,4 +318,4 @@ def test_a_server_that_dies_is_named_with_the_phase(
     served = torch.tensor(server.prompt_logprobs(PROMPT, model=server.info.model))
     torch.testing.assert_close(served, peft_logprobs(model, PROMPT), rtol=0, atol=1e-4)
     made.close([server])
-    a_whole_run(VLLMServer(running.url), folder, at_start)
+    a_whole_run(VLLMServer(running.url), tiny_model, at_start)
