@@ -20,12 +20,15 @@ import torch
 from loraflow.bench.compare import break_evens, comparisons, pauses
 from loraflow.bench.presets import draw_policy
 from loraflow.bench.report import Report
-from loraflow.bench.scenarios import Failure, LoraflowWay, Sample
+from loraflow.bench.scenarios import Failure, LoraflowWay, Sample, Timed
 from loraflow.bench.serving import Serving
 from loraflow.bench.session import Session
 from loraflow.bench.stock import StockAdapter
+from loraflow.bench.summary import Payload
+from loraflow.config import SyncConfig
 from loraflow.errors import LoraflowError
 from loraflow.server import VLLMServer
+from loraflow.transports.broadcast import BroadcastTransport
 
 __all__ = ["SECTIONS", "OutOfTime"]
 
@@ -148,7 +151,7 @@ def generation(session: Session, options: argparse.Namespace) -> Report:
 
 
 def nccl(session: Session, options: argparse.Namespace) -> Report:
-    """The merged broadcast: no-op, perturb, restore; the trainer's weights after many syncs."""
+    """The merged broadcast: no-op, perturb, restore; the trainer's weights after many syncs; all weights at once."""
     url = session.server("plain")
     server = VLLMServer(url)
     way = session.way(session.settings.backend, url)
@@ -177,7 +180,27 @@ def nccl(session: Session, options: argparse.Namespace) -> Report:
         "trainer's base weights bit-identical": marks == [checksum(p) for p in base_weights],
     }
     draw_policy(session.model, 0)
+    samples += whole(session, server, way.name)
     return session.report("nccl", url, samples, checks=checks)
+
+
+def whole(session: Session, server: VLLMServer, carrier: Any, times: int = 10) -> list[Sample]:
+    """All weights, as the stock way sends them, instead of those that the adapter changes."""
+    transport = BroadcastTransport(session.model, SyncConfig(carrier=carrier), carrier)
+    nbytes = Payload.of(session.settings.preset, session.settings.rank).model_bytes
+    transport.open([server])
+    found = []
+    try:
+        for number in range(1 + times):
+            began = time.perf_counter()
+            transport.restore([server], whole=True)
+            ms = (time.perf_counter() - began) * 1e3
+            timed = Timed(ms, ms, nbytes, {}, proven=transport.digests(server), proof="digest")
+            found.append(Sample(f"{carrier}, all weights", 0, number == 0, timed))
+            time.sleep(session.settings.pause)
+    finally:
+        transport.close([server])
+    return found
 
 
 @torch.no_grad()

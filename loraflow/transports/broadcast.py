@@ -58,10 +58,11 @@ class _Served:
 @dataclass
 class _State:
     """What the transport knows of one server; ``before`` is what `withdraw` goes back to, ``layout`` where the server
-    can checksum what was sent."""
+    can checksum what was sent, and ``whole`` where it can all weights, once that was asked."""
 
     link: Link
     layout: WeightLayout | None = None
+    whole: tuple[WeightLayout | None] | None = None
     now: _Served = _Served()
     before: _Served = _Served()
     baseline: dict[str, str] | None = None
@@ -297,7 +298,7 @@ class BroadcastTransport(NotAnnounced):
 
         def begin(link: Link) -> None:
             url = link.server.url
-            link.begin(served.version, buckets, straight.get(url), lambda: self._agree_again(link, layouts.get(url)))
+            link.begin(served.version, buckets, straight.get(url), lambda: self._agree_again(link))
 
         begins = Task(lambda: each(links, begin), name="begin")
         try:
@@ -408,10 +409,14 @@ class BroadcastTransport(NotAnnounced):
             _log.info("%s: merged weights are proven by log-probs: %s", server.url, error)
             return None
 
-    def _agree_again(self, link: Link, layout: WeightLayout | None) -> None:
-        """What is connected anew may have been restarted, and knows nothing of ``layout`` then."""
-        if layout is not None and self._agree(link.server, layout.names) != layout:
-            raise LoadError("the server serves its weights in other places than at the start", server=link.server.url)
+    def _agree_again(self, link: Link) -> None:
+        """What is connected anew may have been restarted, and knows nothing of its layouts then."""
+        state = self._states[link.server.url]
+        for layout in (state.layout, *(state.whole or ())):
+            if layout is not None and self._agree(link.server, layout.names) != layout:
+                raise LoadError(
+                    "the server serves its weights in other places than at the start", server=link.server.url
+                )
 
     @property
     def _only_straight(self) -> bool:
@@ -419,10 +424,15 @@ class BroadcastTransport(NotAnnounced):
         return self.name == "ipc" and self._device.type != "cuda"
 
     def _layouts_of(self, links: Sequence[Link], names: Sequence[str]) -> dict[str, WeightLayout]:
-        """Where servers serve ``names``, by URL; where they serve what an update touches, if those are others."""
-        found = {link.server.url: self._states[link.server.url].layout for link in links}
-        if self._mapped is not None and set(names) != set(self.touched_tensors):
-            found = {link.server.url: self._agree(link.server, names) for link in links}
+        """Where servers serve ``names``, by URL; of those that cannot say it of all weights, what an update touches."""
+        found: dict[str, WeightLayout | None] = {}
+        for link in links:
+            state = self._states[link.server.url]
+            found[link.server.url] = state.layout
+            if set(names) != set(self.touched_tensors):
+                if state.whole is None:
+                    state.whole = (self._agree(link.server, names),)
+                found[link.server.url] = state.whole[0] or state.layout
         return {url: layout for url, layout in found.items() if layout is not None}
 
     def _free(self) -> None:

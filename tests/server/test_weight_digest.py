@@ -119,13 +119,15 @@ def test_a_canary_is_made_where_it_is_asked_for(fold_server: RunningServer, tiny
 def test_a_restore_that_broke_off_inside_vllms_own_loading_is_mended_by_the_next_version(
     fold_server: RunningServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All weights travel, more than places were agreed for: vLLM has taken its layers apart when it fails."""
+    """All weights travel, and some have no place of their own: vLLM has taken its layers apart when it fails."""
     server = VLLMServer(fold_server.url)
     client = PluginClient(server.request)
     start = client.base()["fingerprint"]
     model = peft_model(tiny_model, std=0.1, target_modules=["q_proj", "o_proj"])
     transport = BroadcastTransport(model, SyncConfig(carrier="gloo", bucket_bytes=1 << 17), "gloo")
     transport.open([server])
+    agree = transport._agree
+    monkeypatch.setattr(transport, "_agree", lambda server, names=None: None if names else agree(server))
     honest, sent = GlooGroup.send, count()
 
     def send(self: GlooGroup, *args: Any) -> Any:
@@ -145,3 +147,65 @@ def test_a_restore_that_broke_off_inside_vllms_own_loading_is_mended_by_the_next
     torch.testing.assert_close(served, peft_logprobs(model, PROMPT), rtol=0, atol=1e-4)
     transport.close([server])
     assert client.base()["fingerprint"] == start
+
+
+def left_merged(server: VLLMServer, folder: Path) -> None:
+    """Serve another adapter's weights, as a trainer leaves them that dies."""
+    model = peft_model(folder, std=0.1, target_modules=["o_proj", "down_proj"])
+    transport = BroadcastTransport(model, SyncConfig(carrier="gloo", bucket_bytes=1 << 18), "gloo")
+    transport.open([server])
+    (outcome,) = transport.deliver(Policy("dead", 0), take_snapshot(model), [server]).servers.values()
+    assert outcome.error is None
+    transport._free()
+
+
+def test_a_base_that_was_left_merged_is_proven_weight_by_weight(
+    fold_server: RunningServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that this run never changes are brought back too: one that arrives with a flipped bit is named."""
+    server = VLLMServer(fold_server.url)
+    client = PluginClient(server.request)
+    start = client.base()["fingerprint"]
+    left_merged(server, tiny_model)
+    model = peft_model(tiny_model, target_modules=["q_proj"])
+    transport = BroadcastTransport(model, SyncConfig(carrier="gloo", bucket_bytes=1 << 18), "gloo")
+    honest = GlooGroup.send
+
+    def send(self: GlooGroup, buffer: torch.Tensor, bucket: Any) -> Any:
+        for slot in bucket.slots:
+            if slot.tensor.name.endswith("layers.1.mlp.down_proj.weight"):
+                buffer[slot.start] ^= 1
+        return honest(self, buffer, bucket)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GlooGroup, "send", send)
+        with pytest.raises(LoadError, match=r"1 weights are not those that were sent: .*layers\.1\.mlp\.down_proj"):
+            transport.open([server])
+    transport.open([server])
+    assert transport._states[server.url].link._straight  # vLLM rebuilt no layer
+    assert client.base()["fingerprint"] == start
+    transport.close([server])
+
+
+def test_all_weights_again_and_again_use_the_places_that_were_agreed_on_once(
+    fold_server: RunningServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = VLLMServer(fold_server.url)
+    model = peft_model(tiny_model, std=0.1, target_modules=["q_proj"])
+    transport = BroadcastTransport(model, SyncConfig(carrier="gloo", bucket_bytes=1 << 18), "gloo")
+    transport.open([server])
+    asked: list[int] = []
+    honest = PluginClient.weights_layout
+
+    def layout(self: PluginClient, shapes: Any, **more: Any) -> Any:
+        asked.append(len(shapes))
+        return honest(self, shapes, **more)
+
+    monkeypatch.setattr(PluginClient, "weights_layout", layout)
+    for version in range(2):
+        (outcome,) = transport.deliver(Policy("run", version), take_snapshot(model), [server]).servers.values()
+        assert outcome.proof is not None
+        transport.restore([server], whole=True)
+        assert transport._states[server.url].link._straight
+    assert asked == [len(transport._opened().weights)]
+    transport.close([server])
