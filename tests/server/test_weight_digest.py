@@ -25,13 +25,27 @@ from tests.helpers.vllm_process import RunningServer
 pytestmark = pytest.mark.server
 
 
+def left_merged(server: VLLMServer, folder: Path) -> None:
+    """Serve another adapter's weights, as a trainer leaves them that dies."""
+    model = peft_model(folder, std=0.1, target_modules=["o_proj", "down_proj"])
+    transport = BroadcastTransport(model, SyncConfig(carrier="gloo", bucket_bytes=1 << 18), "gloo")
+    transport.open([server])
+    (outcome,) = transport.deliver(Policy("dead", 0), take_snapshot(model), [server]).servers.values()
+    assert outcome.error is None
+    transport._free()
+
+
 def check_life(running: RunningServer, folder: Path) -> None:
     server = VLLMServer(running.url)
     client = PluginClient(server.request)
     start = client.base()["fingerprint"]
+    left_merged(server, folder)
+    assert client.base()["fingerprint"] != start
     model = peft_model(folder, std=0.1, modules_to_save=["norm"], target_modules=["q_proj", "down_proj"])
     transport = BroadcastTransport(model, SyncConfig(carrier="gloo", bucket_bytes=1 << 18), "gloo")
     transport.open([server])
+    assert transport._states[server.url].link._straight  # all weights travelled, and vLLM rebuilt no layer
+    assert client.base()["fingerprint"] == start
     assert transport.digests(server)
     for version in range(2):
         randomize(model, seed=version, std=0.1)
@@ -147,16 +161,6 @@ def test_a_restore_that_broke_off_inside_vllms_own_loading_is_mended_by_the_next
     torch.testing.assert_close(served, peft_logprobs(model, PROMPT), rtol=0, atol=1e-4)
     transport.close([server])
     assert client.base()["fingerprint"] == start
-
-
-def left_merged(server: VLLMServer, folder: Path) -> None:
-    """Serve another adapter's weights, as a trainer leaves them that dies."""
-    model = peft_model(folder, std=0.1, target_modules=["o_proj", "down_proj"])
-    transport = BroadcastTransport(model, SyncConfig(carrier="gloo", bucket_bytes=1 << 18), "gloo")
-    transport.open([server])
-    (outcome,) = transport.deliver(Policy("dead", 0), take_snapshot(model), [server]).servers.values()
-    assert outcome.error is None
-    transport._free()
 
 
 def test_a_base_that_was_left_merged_is_proven_weight_by_weight(
