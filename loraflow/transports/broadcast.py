@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-import requests
 import torch
 from torch import nn
 
 from loraflow.adapter import AdapterSnapshot
 from loraflow.config import SyncConfig
-from loraflow.errors import CapabilityError, ConfigError, LoadError, LoraflowError, VerifyError
+from loraflow.errors import ConfigError, LoadError, LoraflowError, VerifyError
 from loraflow.merge import MergeSource, WireTensor
 from loraflow.policy import Policy
 from loraflow.records import Proof
-from loraflow.server import HTTPFailure, VLLMServer
+from loraflow.server import VLLMServer
 from loraflow.transports.background import Task, each
 from loraflow.transports.base import Delivered, Delivery, NotAnnounced
 from loraflow.transports.carriers import make_group, shared_memory
@@ -30,7 +29,8 @@ from loraflow.transports.mapped import TrainerBuffers
 from loraflow.transports.merging import Merging
 from loraflow.transports.pipeline import buckets_of, send
 from loraflow.transports.requirements import check_alignment, check_server, common_dtype
-from loraflow.transports.weight_digest import WeightDigest, WeightLayout
+from loraflow.transports.weight_digest import WeightLayout
+from loraflow.transports.weight_layouts import WeightLayouts
 from loraflow.transports.wire import plan_buckets, touched_tensors, with_siblings
 
 __all__ = ["BroadcastTransport"]
@@ -38,7 +38,6 @@ __all__ = ["BroadcastTransport"]
 _log = logging.getLogger(__name__)
 _MEASURED = 8  # the rounding error is measured on every so manieth weight, in each sync on others
 _LAST_PORT = 65535
-_NO_PLACES = {requests.codes.bad_request, requests.codes.conflict}
 
 Carrier = Literal["nccl", "ipc", "gloo"]
 
@@ -57,12 +56,9 @@ class _Served:
 
 @dataclass
 class _State:
-    """What the transport knows of one server; ``before`` is what `withdraw` goes back to, ``layout`` where the server
-    can checksum what was sent, and ``whole`` where it can all weights, once that was asked."""
+    """What the transport knows of one server; ``before`` is what `withdraw` goes back to."""
 
     link: Link
-    layout: WeightLayout | None = None
-    whole: tuple[WeightLayout | None] | None = None
     now: _Served = _Served()
     before: _Served = _Served()
     baseline: dict[str, str] | None = None
@@ -96,7 +92,12 @@ class BroadcastTransport(NotAnnounced):
         self._source: MergeSource | None = None
         self._merging: Merging  # since `open`
         self._states: dict[str, _State] = {}
-        self._digest: tuple[list[WeightLayout], WeightDigest] | None = None
+        self._layouts = WeightLayouts(
+            lambda names: self._opened().announce(names),
+            self._device,
+            asked=config.verify != "canary",
+            required=self._only_straight,
+        )
         self._mapped: TrainerBuffers | None = None
         self._places: dict[str, int] = {}  # each server's, from the first port on; kept when it is connected anew
 
@@ -137,7 +138,7 @@ class BroadcastTransport(NotAnnounced):
     def _connect(self, servers: Sequence[VLLMServer]) -> None:
         self._raise_first(each(self._links(servers), Link.connect))
         for server in servers:
-            self._states[server.url].layout = self._agree(server)
+            self._layouts.agree(server, self.touched_tensors)
         left = [link for link in self._links(servers) if link.take_over()]
         if left:
             self._raise_first(self._update(left, _Served(), self._opened().weights)[0])
@@ -164,7 +165,7 @@ class BroadcastTransport(NotAnnounced):
                 error = self._repair(state, error)
             elif state.before.policy is None:  # the first has left alone what it was to leave alone
                 error = self._unlike_start(server)
-            proof = Proof("digest", passed=True) if state.layout is not None and error is None else None
+            proof = Proof("digest", passed=True) if self._layouts.digests(server) and error is None else None
             outcomes[server.url] = Delivered(server.info.model, dict(state.link.phases_ms), error, proof)
         size = sum(tensor.nbytes for tensor in source.announce(self.touched_tensors))
         return Delivery(policy, size, snapshot.digest, phases, outcomes, {"rounding_error": self.rounding_error})
@@ -194,7 +195,7 @@ class BroadcastTransport(NotAnnounced):
 
     def digests(self, server: VLLMServer) -> bool:
         """Whether the server and this carrier agreed on where its weights are. See `Transport.digests`."""
-        return self._states[server.url].layout is not None
+        return self._layouts.digests(server)
 
     def attach(self, policy: Policy, snapshot: AdapterSnapshot, server: VLLMServer) -> Delivered:
         """Connect anew, and send the version to this server alone. See `Transport.attach`."""
@@ -205,13 +206,13 @@ class BroadcastTransport(NotAnnounced):
         state = self._states[server.url] = _State(self._link(server))
         state.link.unsettled = True  # until it has the version, whatever it has now
         self._raise_first(each([state.link], Link.connect))
-        state.layout = self._agree(server)
+        self._layouts.agree(server, self.touched_tensors)
         served = _Served(policy, snapshot)
         # Weights that are not the checkpoint's are another run's, or half of an update: then all of them travel.
         names = tuple(self._opened().weights) if state.link.take_over() else self.touched_tensors
         self._raise_first(self._update([state.link], served, names)[0])
         state.now = state.before = served
-        proof = None if state.layout is None else Proof("digest", passed=True)
+        proof = Proof("digest", passed=True) if self._layouts.digests(server) else None
         return Delivered(server.info.model, dict(state.link.phases_ms), proof=proof)
 
     def restore(self, servers: Sequence[VLLMServer], *, whole: bool = False) -> None:
@@ -245,7 +246,7 @@ class BroadcastTransport(NotAnnounced):
             errors = each(self._links(mine), Link.disconnect)
             self._free()
             self._states.clear()
-            self._digest = None
+            self._layouts.forget()
         self._raise_first(errors)
 
     def prove_untouched(self, servers: Sequence[VLLMServer], *, everything: bool = False) -> None:
@@ -288,8 +289,8 @@ class BroadcastTransport(NotAnnounced):
         self._opened()
         names = tuple(names)
         merge = self._merging.begin(served.snapshot, names)
-        layouts = self._layouts_of(links, names)
-        digest = self._digest_for(list(layouts.values()))
+        layouts = self._layouts.of([link.server for link in links], names)
+        digest = self._layouts.digest(layouts.values())
         errors: dict[str, Exception] = {}
         buckets = buckets_of(merge.tensors, self._config.bucket_bytes, capped=self.name == "ipc")
         straight = _straight(links, layouts, merge.tensors)
@@ -298,7 +299,7 @@ class BroadcastTransport(NotAnnounced):
 
         def begin(link: Link) -> None:
             url = link.server.url
-            link.begin(served.version, buckets, straight.get(url), lambda: self._agree_again(link))
+            link.begin(served.version, buckets, straight.get(url), lambda: self._layouts.agree_again(link.server))
 
         begins = Task(lambda: each(links, begin), name="begin")
         try:
@@ -380,60 +381,10 @@ class BroadcastTransport(NotAnnounced):
     def _base_device(self) -> torch.device:
         return next(self._model.parameters()).device
 
-    def _digest_for(self, layouts: list[WeightLayout]) -> WeightDigest | None:
-        """The digest of one update: the last one's, where the same servers are updated."""
-        if not layouts:
-            return None
-        if self._digest is None or list(map(id, self._digest[0])) != list(map(id, layouts)):
-            self._digest = layouts, WeightDigest(layouts, self._device)
-        self._digest[1].restart()
-        return self._digest[1]
-
-    def _agree(self, server: VLLMServer, names: Sequence[str] | None = None) -> WeightLayout | None:
-        """Where the server serves ``names`` (what an update touches); None where it cannot say, and log-probs must
-        prove it."""
-        plugin = server.info.plugin
-        if self._config.verify == "canary" or plugin is None or "weights" not in plugin.capabilities:
-            return None
-        try:
-            return WeightLayout.agree(server, self._opened().announce(names or self.touched_tensors))
-        except (CapabilityError, HTTPFailure, LoadError) as error:
-            if isinstance(error, HTTPFailure) and error.status not in _NO_PLACES:
-                raise
-            if self._only_straight:
-                raise CapabilityError(
-                    f"without a GPU, ipc takes weights that the server can write to: {error}",
-                    server=server.url,
-                    hint="start it with LORAFLOW_FOLD=1, or with the gloo backend",
-                ) from error
-            _log.info("%s: merged weights are proven by log-probs: %s", server.url, error)
-            return None
-
-    def _agree_again(self, link: Link) -> None:
-        """What is connected anew may have been restarted, and knows nothing of its layouts then."""
-        state = self._states[link.server.url]
-        for layout in (state.layout, *(state.whole or ())):
-            if layout is not None and self._agree(link.server, layout.names) != layout:
-                raise LoadError(
-                    "the server serves its weights in other places than at the start", server=link.server.url
-                )
-
     @property
     def _only_straight(self) -> bool:
         """Whether no server has a way of its own to load what it is sent: vLLM's takes a GPU."""
         return self.name == "ipc" and self._device.type != "cuda"
-
-    def _layouts_of(self, links: Sequence[Link], names: Sequence[str]) -> dict[str, WeightLayout]:
-        """Where servers serve ``names``, by URL; of those that cannot say it of all weights, what an update touches."""
-        found: dict[str, WeightLayout | None] = {}
-        for link in links:
-            state = self._states[link.server.url]
-            found[link.server.url] = state.layout
-            if set(names) != set(self.touched_tensors):
-                if state.whole is None:
-                    state.whole = (self._agree(link.server, names),)
-                found[link.server.url] = state.whole[0] or state.layout
-        return {url: layout for url, layout in found.items() if layout is not None}
 
     def _free(self) -> None:
         """Free the memory that servers have mapped, once they are told to let go of it, or are gone."""

@@ -140,8 +140,7 @@ def test_a_restore_that_broke_off_inside_vllms_own_loading_is_mended_by_the_next
     model = peft_model(tiny_model, std=0.1, target_modules=["q_proj", "o_proj"])
     transport = BroadcastTransport(model, SyncConfig(carrier="gloo", bucket_bytes=1 << 17), "gloo")
     transport.open([server])
-    agree = transport._agree
-    monkeypatch.setattr(transport, "_agree", lambda server, names=None: None if names else agree(server))
+    monkeypatch.setattr(transport._layouts, "_ask", lambda *_: None)
     honest, sent = GlooGroup.send, count()
 
     def send(self: GlooGroup, *args: Any) -> Any:
