@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from loraflow.bench.compare import break_evens, comparisons, pauses
+from loraflow.bench.links import ALL_WEIGHTS
 from loraflow.bench.presets import draw_policy
 from loraflow.bench.report import Report
 from loraflow.bench.scenarios import Failure, LoraflowWay, Sample, Timed
@@ -196,7 +197,7 @@ def whole(session: Session, server: VLLMServer, carrier: Any, times: int = 10) -
             transport.restore([server], whole=True)
             ms = (time.perf_counter() - began) * 1e3
             timed = Timed(ms, ms, nbytes, {}, proven=transport.digests(server), proof="digest")
-            found.append(Sample(f"{carrier}, all weights", 0, number == 0, timed))
+            found.append(Sample(carrier + ALL_WEIGHTS, 0, number == 0, timed))
             time.sleep(session.settings.pause)
     finally:
         transport.close([server])

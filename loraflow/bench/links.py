@@ -13,7 +13,10 @@ from statistics import median
 import requests
 import torch
 
-__all__ = ["Floor", "Links", "floor_of", "measure_links", "round_trip_ms"]
+__all__ = ["ALL_WEIGHTS", "Floor", "Links", "floor_of", "measure_links", "round_trip_ms"]
+
+ALL_WEIGHTS = ", all weights"
+"""Behind the name of a merged carrier: not only those that changed."""
 
 _REPEATS = 7
 _Leg = tuple[str, float | None, int]  # what it crosses, GB/s, bytes
@@ -91,14 +94,14 @@ def floor_of(way: str, links: Links, payload: int, *, folded: int = 0, same_gpu:
     """The floor of a way of sending ``payload`` bytes; None for a way that is not known.
 
     Args:
-        way: ``direct``, ``upload``, ``direct-group``, ``filesystem``, ``fold``, ``ipc``, ``nccl``, ``gloo`` or a stock
-            way.
+        way: ``direct``, ``upload``, ``direct-group``, ``filesystem``, ``fold``, ``ipc``, ``nccl``, ``gloo`` (with
+            `ALL_WEIGHTS` behind it, where they are sent whole) or a stock way.
         links: Measured.
         payload: Bytes that travel.
         folded: Bytes of weights that the server writes itself (fold).
         same_gpu: Trainer and server share a GPU.
     """
-    carrier = _CARRIER_OF.get(way, way)
+    carrier = _CARRIER_OF.get(way, way.removesuffix(ALL_WEIGHTS))
     legs: list[_Leg]
     gpu = links.d2d is not None
     over_host: list[_Leg] = [("GPU to host", links.d2h, payload), ("host to GPU", links.h2d, payload)]

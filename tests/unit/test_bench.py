@@ -24,7 +24,7 @@ from loraflow.bench.compare import (
     pauses,
 )
 from loraflow.bench.generation import Rate, generation_tokens, lost_seconds
-from loraflow.bench.links import Floor, Links, floor_of, measure_links
+from loraflow.bench.links import ALL_WEIGHTS, Floor, Links, floor_of, measure_links
 from loraflow.bench.plot import plot_report
 from loraflow.bench.presets import PRESETS, Preset, draw_policy, load_trainer, make_model, nudge_policy, preset_of
 from loraflow.bench.report import Report, environment
@@ -198,6 +198,7 @@ def test_floors(way, links, same_gpu, ms):
 def test_no_floor_where_a_link_was_not_measured():
     assert floor_of("nccl", CPU_LINKS, 1) is None
     assert floor_of("direct, while generating", LINKS, 1) is None
+    assert floor_of("gloo" + ALL_WEIGHTS, LINKS, 7_000_000) == floor_of("gloo", LINKS, 7_000_000)
 
 
 def test_links_are_measured():
