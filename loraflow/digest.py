@@ -18,7 +18,8 @@ import torch
 from loraflow.adapter import AdapterSnapshot, AdapterSpec
 from loraflow.errors import LoraflowError
 from loraflow.layout import ServingCopy, SlotLayout, lora_shapes
-from loraflow.plugin_client import PluginClient, ServedDigest
+from loraflow.plugin_answers import ServedDigest
+from loraflow.plugin_client import PluginClient
 from loraflow.records import Proof
 from loraflow_server.checksum import Checksummer
 

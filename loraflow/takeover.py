@@ -10,6 +10,7 @@ from torch import nn
 
 from loraflow.config import SyncConfig
 from loraflow.errors import CapabilityError
+from loraflow.http_errors import understood
 from loraflow.server import VLLMServer
 from loraflow.transports.broadcast import BroadcastTransport
 from loraflow.transports.link import PRISTINE
@@ -51,4 +52,6 @@ def restore_base(model: nn.Module, servers: Sequence[VLLMServer], config: SyncCo
 def _weight_version(server: VLLMServer) -> str:
     if "weight_info" not in server.info.weight_routes:
         return PRISTINE
-    return str(server.request("GET", "/weight_info", retry=True).get("weight_version", PRISTINE))
+    answer = server.request("GET", "/weight_info", retry=True)
+    with understood("the version of its weights", server.url):
+        return str(answer.get("weight_version", PRISTINE))

@@ -24,7 +24,8 @@ from loraflow.adapter import AdapterSnapshot, AdapterSpec
 from loraflow.adapter_files import adapter_files
 from loraflow.errors import AdapterError, CapabilityError, LoraflowError, PublishError, VerifyError
 from loraflow.plan_features import fold_objection
-from loraflow.plugin_client import FoldLayout, PluginClient, begin_fold
+from loraflow.plugin_answers import FoldLayout
+from loraflow.plugin_client import PluginClient, begin_fold
 from loraflow.policy import Policy
 from loraflow.records import Proof
 from loraflow.server import HTTPFailure, VLLMServer

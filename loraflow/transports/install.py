@@ -19,7 +19,8 @@ from loraflow.adapter import AdapterSnapshot
 from loraflow.digest import Agreements, SlotDigest
 from loraflow.errors import LoadError, LoraflowError
 from loraflow.http_errors import HTTPFailure, load_hint, once_visible
-from loraflow.plugin_client import PluginClient, ServedDigest, begin_direct, begin_upload
+from loraflow.plugin_answers import ServedDigest
+from loraflow.plugin_client import PluginClient, begin_direct, begin_upload
 from loraflow.policy import Policy
 from loraflow.server import Unreachable, VLLMServer
 from loraflow.transports.base import Delivered

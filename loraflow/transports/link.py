@@ -19,7 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from loraflow.errors import LoadError, LoraflowError, SyncTimeout
-from loraflow.plugin_client import PluginClient, ServedSums
+from loraflow.http_errors import understood
+from loraflow.plugin_answers import ServedSums
+from loraflow.plugin_client import PluginClient
 from loraflow.server import HTTPFailure, VLLMServer
 from loraflow.transports.background import Awaited, Task, wait_until
 from loraflow.transports.groups import Group, Pending
@@ -94,7 +96,9 @@ class Link:
         with self._in_phase("connect"):
             self._discard_update()
             self._post("/shutdown_weight_transfer_engine", optional=True)
-            world = 1 + int(self.server.request("GET", "/get_world_size", retry=True)["world_size"])
+            answer = self.server.request("GET", "/get_world_size", retry=True)
+            with understood("how many workers it has", self.server.url):
+                world = 1 + int(answer["world_size"])
             self.group = group = self._make_group(self, world)
             body = init_info(
                 self._carrier,
@@ -165,7 +169,8 @@ class Link:
         answer = self.server.request(
             "POST", "/collective_rpc", json={"method": "loraflow_state"}, timeout=self._timeout
         )
-        return any(found.get("ok", {}).get("updating", False) for found in answer["results"])
+        with understood("what its workers do", self.server.url):
+            return any(found.get("ok", {}).get("updating", False) for found in answer["results"])
 
     @property
     def out_of_step(self) -> bool:
@@ -335,7 +340,9 @@ class Link:
         """The weight version that the server reports; what this link last set, where the server has no such route."""
         if "weight_info" not in self.server.info.weight_routes:
             return self._labelled
-        return str(self.server.request("GET", "/weight_info", retry=True)["weight_version"])
+        answer = self.server.request("GET", "/weight_info", retry=True)
+        with understood("the version of its weights", self.server.url):
+            return str(answer["weight_version"])
 
     def take_over(self) -> bool:
         """Whether another run left the weights changed; its pause is then ended by the next `finish`."""
@@ -349,7 +356,8 @@ class Link:
         if "weight_checker" not in self.server.info.weight_routes:
             return None
         answer = self.server.request("POST", "/weight_checker", json={"action": "checksum"}, timeout=self._timeout)
-        return dict(answer["checksums"])
+        with understood("the checksums of its weights", self.server.url):
+            return dict(answer["checksums"])
 
     def _require_label(self, label: str, found: str | None) -> None:
         """Raise where the weights are labelled otherwise; read back where nobody has (``found``)."""
@@ -420,7 +428,9 @@ class Link:
         return True
 
     def _is_paused(self) -> bool:
-        return bool(self.server.request("GET", "/is_paused", retry=True)["is_paused"])
+        answer = self.server.request("GET", "/is_paused", retry=True)
+        with understood("whether it is paused", self.server.url):
+            return bool(answer["is_paused"])
 
     def _is_asleep(self) -> bool:
         """Whether weights are offloaded or dropped; `/is_sleeping` says yes to a mere pause, too."""

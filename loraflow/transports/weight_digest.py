@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from loraflow.errors import LoadError
+from loraflow.http_errors import understood
 from loraflow.layout import Rect, dtype_of
 from loraflow.merge import WireTensor
-from loraflow.plugin_client import PluginClient, ServedSums
+from loraflow.plugin_answers import ServedSums
+from loraflow.plugin_client import PluginClient
 from loraflow.server import VLLMServer
 from loraflow_server.checksum import StreamSums
 
@@ -57,10 +59,11 @@ class WeightLayout:
         """
         shapes = {tensor.name: tensor.shape for tensor in tensors}
         answer = PluginClient(server.request).weights_layout(shapes, timeout=server.load_timeout)
-        made = cls(str(answer["layout_id"]), tuple(sorted(shapes)), _ranks(answer["ranks"]), int(answer["engines"]))
-        area = dict.fromkeys(range(len(made.names)), 0)
-        for rect in {rect for rank in made.ranks for rect, _ in rank}:
-            area[rect.tensor] += rect.size
+        with understood("where it serves weights", server.url):
+            made = cls(str(answer["layout_id"]), tuple(sorted(shapes)), _ranks(answer["ranks"]), int(answer["engines"]))
+            area = dict.fromkeys(range(len(made.names)), 0)
+            for rect in {rect for rank in made.ranks for rect, _ in rank}:
+                area[rect.tensor] += rect.size
         missing = [name for index, name in enumerate(made.names) if area[index] < math.prod(shapes[name])]
         if missing:
             raise LoadError(f"weights that no rank serves whole, the first: {missing[0]}", server=server.url)

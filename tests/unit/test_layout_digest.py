@@ -12,7 +12,7 @@ from loraflow.adapter import AdapterSnapshot, AdapterSpec, take_snapshot
 from loraflow.digest import Agreements, SlotDigest
 from loraflow.errors import CapabilityError
 from loraflow.layout import ServingCopy, SlotLayout, lora_shapes, module_of
-from loraflow.plugin_client import ServedDigest
+from loraflow.plugin_answers import ServedDigest
 from loraflow_server.rects import Rect
 from tests.helpers.tiny import make_tiny_model, peft_model, randomize
 from tests.unit.test_digest_checksum import bits, plain_checksum

@@ -8,16 +8,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from loraflow import http_errors, http_session
 from loraflow.errors import CapabilityError, LoadError, LoraflowError, SyncTimeout, VerifyError
+from loraflow.merge import WireTensor
 from loraflow.plugin_client import PluginClient
 from loraflow.server import BadAnswer, HTTPFailure, Unreachable, VLLMServer
 from loraflow.server_info import ServerInfo, info_from_config
 from loraflow.spread import is_servers_fault
+from loraflow.takeover import _weight_version
+from loraflow.transports.link import Link
+from loraflow.transports.weight_digest import WeightLayout
 from tests.helpers.fault_proxy import FaultProxy
 
 MODELS = {"data": [{"id": "base", "root": "/m", "parent": None}]}
@@ -200,6 +206,36 @@ def test_an_answer_of_another_form_is_an_error_of_that_server(there: Answering, 
             lacking = isinstance(caught.value, CapabilityError)  # a completion without the log-probs asked for
             assert lacking or isinstance(caught.value, (BadAnswer, VerifyError))
             assert lacking or is_servers_fault(caught.value)
+
+
+ODD_ANSWERS = [
+    "<html>sign in to the network</html>", "", None, [], {}, 5,
+    {"weight_version": "v", "is_paused": False, "checksums": 5, "results": [5], "world_size": "two", "engines": 5},
+    {"layout_id": "l", "engines": 1, "ranks": [{"rects": [[9, 0, 0, 1, 1, 0]], "dtypes": ["float32"]}], "results": 5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", ODD_ANSWERS, ids=lambda answer: repr(answer)[:40])
+def test_what_a_broadcast_asks_is_answered_in_another_form(answer: Any) -> None:
+    """Each is an error of that server that says what was read, or is an answer after all."""
+    plugin = SimpleNamespace(worker_extension=True, capabilities=("weights",))
+    info = SimpleNamespace(weight_routes={"weight_info", "weight_checker"}, plugin=plugin, version="0.32.0")
+    server: Any = SimpleNamespace(url="http://there", info=info, request=lambda *_, **__: answer, load_timeout=1.0)
+    link = Link(server, "gloo", lambda *_: None, bucket_bytes=1, timeout=1.0)  # type: ignore[arg-type,return-value]
+    client = PluginClient(server.request)
+    calls: list[Callable[[], object]] = [
+        link.version, link.checksums, link._is_paused, link._update_is_open, link.connect, client.pause,
+        lambda: client.weights_sums("l"), lambda: WeightLayout.agree(server, [WireTensor("w", torch.float32, (2, 2))]),
+        lambda: _weight_version(server),
+    ]  # fmt: skip
+    told: list[str] = []
+    for call in calls:
+        try:
+            call()
+        except LoraflowError as error:
+            told.append(str(error))
+    assert all("another form" in text for text in told), told
+    assert len(told) >= (5 if isinstance(answer, dict) and answer else 8)
 
 
 @pytest.mark.parametrize("entry", [{"id": 5}, {"id": "m", "root": 5}, {"id": "m", "parent": ["m"]}, {"id": None}])
