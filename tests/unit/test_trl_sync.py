@@ -244,6 +244,20 @@ def test_between_two_syncs_rollouts_are_by_what_has_arrived_since(managers: list
     assert managers[0].waited == []
 
 
+def test_all_generations_of_a_step_are_by_one_policy_also_between_syncs(managers: list[Manager]) -> None:
+    trainer, sync = made(overlap=True, vllm_sync_interval=4)
+    at(trainer, sync, 0)
+    at(trainer, sync, 4)
+    at(trainer, sync, 5)
+    managers[0].arrived = True  # while the first turn of a conversation with tools is generated
+    at(trainer, sync, 5)
+    assert sync.policy_step == 0
+    at(trainer, sync, 5, training=False)
+    assert sync.policy_step == 5, "evaluation measures the weights as they are"
+    at(trainer, sync, 6)
+    assert managers[0].synced == [0, 4, 5]
+
+
 @pytest.mark.parametrize("failing", [None, LoadError("full")])
 def test_what_runs_behind_when_training_ends_is_taken_in(failing: LoadError | None, managers: list[Manager]) -> None:
     trainer, sync = made(overlap=True)
