@@ -129,9 +129,13 @@ class TrainerSync:
     def close(self) -> None:
         """Free the servers of this run; the next generation starts a new one."""
         manager, self.manager = self.manager, None
-        if manager is not None:
-            self._finalizer.detach()
-            manager.close()
+        if manager is None:
+            return
+        trainer = self._trainer()
+        if trainer is not None:
+            trainer._last_loaded_step = -1  # a rollout_func generates after TRL's own call for a sync alone
+        self._finalizer.detach()
+        manager.close()
 
     @property
     def policy_step(self) -> int | None:

@@ -258,6 +258,14 @@ def test_all_generations_of_a_step_are_by_one_policy_also_between_syncs(managers
     assert managers[0].synced == [0, 4, 5]
 
 
+def test_a_trainer_that_generates_on_its_own_asks_for_a_sync_after_the_servers_were_freed() -> None:
+    trainer, sync = made()
+    at(trainer, sync, 3)
+    trainer._last_loaded_step = 3  # TRL's: with a rollout_func nothing else asks
+    sync.training_ends()
+    assert trainer._last_loaded_step == -1
+
+
 @pytest.mark.parametrize("failing", [None, LoadError("full")])
 def test_what_runs_behind_when_training_ends_is_taken_in(failing: LoadError | None, managers: list[Manager]) -> None:
     trainer, sync = made(overlap=True)
