@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ class TrainerSync:
         manager: The run's manager; None before the first generation and after `close`.
         records: Every sync of every run of this trainer.
         engine: The trainer's own engine, where it generates on that instead of servers.
+        thread: The one that trains; until a training begins, the one that made this.
     """
 
     def __init__(self, trainer: Trainer, config: SyncConfig, servers: Sequence[str]) -> None:
@@ -42,6 +44,7 @@ class TrainerSync:
         self.manager: SyncManager | None = None
         self.engine: VLLMServer | None = None
         self.records: list[SyncRecord] = []
+        self.thread = threading.current_thread()
         self._trainer = weakref.ref(trainer)
         self._finalizer: Any = None
         self._moved = False  # the weights may have changed without a step: a sync is due whatever the interval says
@@ -108,6 +111,7 @@ class TrainerSync:
     def training_begins(self) -> None:
         """The weights may be others now (a checkpoint was loaded), and wrapped anew."""
         trainer = self.trainer
+        self.thread = threading.current_thread()
         trainer._last_loaded_step = -1
         if self.manager is not None and self.manager.model is not trainer.model_wrapped:
             self.close()

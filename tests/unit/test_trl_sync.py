@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -278,6 +279,15 @@ def test_what_runs_behind_when_training_ends_is_taken_in(failing: LoadError | No
     assert sync.manager is None
     if failing is None:
         assert [record.step for record in sync.records] == [0, 1]
+
+
+def test_the_thread_that_trains_is_the_one_where_the_training_begins() -> None:
+    trainer, sync = made()
+    assert sync.thread is threading.current_thread()
+    elsewhere = threading.Thread(target=trainer.callbacks[0].on_train_begin)
+    elsewhere.start()
+    elsewhere.join()
+    assert sync.thread is elsewhere
 
 
 def test_a_model_that_was_wrapped_anew_gets_a_manager_of_its_own(managers: list[Manager]) -> None:
