@@ -222,9 +222,14 @@ def labelled(
     completion_ids: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[float]] | None,
 ) -> Rollouts:
-    """Samples of one generation, every one labelled with the version that gave it."""
+    """Samples of one generation, every one labelled with the version that gave it.
+
+    The lists are the caller's no more: TRL's loop of tool calls goes on to write into its own.
+    """
     behind = int(manager.behind(torch.tensor(version)))
-    return Rollouts(prompt_ids, completion_ids, logprobs, [version] * len(completion_ids), version + behind)
+    rows = None if logprobs is None else list(logprobs)
+    versions = [version] * len(completion_ids)
+    return Rollouts(list(prompt_ids), list(completion_ids), rows, versions, version + behind)
 
 
 class _Lifecycle(TrainerCallback):  # type: ignore[misc]

@@ -350,9 +350,12 @@ def test_a_generation_is_logged_and_told_with_the_version_that_gave_it() -> None
         sync.training_begins()
         at(trainer, sync, step)
     trainer.state.global_step = 5
-    told = sync.tell(sync.manager, 0, [[1], [1]], [[2], [3, 4]], [[-0.5], [-0.1, -0.2]])  # type: ignore[arg-type]
+    completions = [[2], [3, 4]]
+    told = sync.tell(sync.manager, 0, [[1], [1]], completions, [[-0.5], [-0.1, -0.2]])  # type: ignore[arg-type]
+    completions[0] = [2, 8, 9]  # TRL's loop of tool calls puts the whole conversation there
     sync.tell(sync.manager, 1, [], [], None)  # type: ignore[arg-type] - a rank without samples
     assert heard == [told]
+    assert told.completion_ids == [[2], [3, 4]]
     assert (told.versions, told.newest_version, told.staleness) == ([0, 0], 1, (1, 1))
     table = trainer._metrics["train"]
     assert table["loraflow/rollout_version"] == [0.0, 1.0]
