@@ -90,6 +90,8 @@ class SyncManager:
         self._names: dict[str, str] = {}  # what requests are asked under now, by server URL; on rank 0
         self._next_version = 0
         self._attempted = 0
+        self._without_canary = 0  # versions since the last one that a canary proved
+        self._has_canary = False  # the version under way
         self._spent: list[int] = []  # versions that made nothing older, see `behind`
         self._last_step: int | None = None  # of the last delivery that was not seen to fail
         self._served_step: int | None = None
@@ -197,7 +199,7 @@ class SyncManager:
         if self._closed:
             raise LoraflowError("the manager was closed", hint="make another SyncManager for another run")
         self.wait()
-        wanted = not self._known().by_digest and (self._attempted + 1) % self.config.verify_interval == 0
+        wanted = not self._known().by_digest and self._without_canary + 1 >= self.config.verify_interval
         began, prover = time.perf_counter(), self._prover
         expected = forward_for(prover, self.plan) if wanted and prover is not None else None
         return self._sync(step, expected, began=began, behind=self.config.overlap)
@@ -407,7 +409,7 @@ class SyncManager:
     ) -> SyncRecord | None:
         forward_ms = (time.perf_counter() - began) * 1e3
         policy = self._new_policy()
-        self._attempted = policy.version
+        self._attempted, self._has_canary = policy.version, expected is not None
         try:
             if self._known().plan.transport == "merged" and not behind:
                 self.ranks.together(self._gate.close)  # where one rank refuses, the others open theirs again
@@ -455,6 +457,7 @@ class SyncManager:
                 self.policy = Policy(self._known().run_id, record.version)
                 self._names = dict(self._fleet.model_names) if self._fleet else {}
             self._served_step = record.step
+            self._without_canary = 0 if self._has_canary else self._without_canary + 1
             self._schedule.synced()
         self._last_step = self._served_step
         self._gate.open()

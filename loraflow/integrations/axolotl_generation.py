@@ -196,7 +196,7 @@ class AxolotlGeneration(VLLMGeneration):  # type: ignore[misc]
 
         In a background thread this does nothing: the weights belong to the thread that trains.
         """
-        if _trains_here():
+        if self._trains_here():
             self._up_to_date()
 
     def generate(
@@ -210,7 +210,7 @@ class AxolotlGeneration(VLLMGeneration):  # type: ignore[misc]
 
         Collective: an error of rank 0, which asks the servers, is raised on every rank.
         """
-        manager = self._up_to_date() if _trains_here() else require_manager(self.sync)
+        manager = self._up_to_date() if self._trains_here() else require_manager(self.sync)
         shares = manager.ranks.gather((prompts, images or []))
         everything = [prompt for share, _ in shares for prompt in share]
         pictures = [image for _, share in shares for image in share if image is not None]
@@ -242,6 +242,10 @@ class AxolotlGeneration(VLLMGeneration):  # type: ignore[misc]
         manager.ranks.together(lambda: manager.rollouts_done(rollouts))
         return prompts, completion_ids, logprobs, output["logprob_token_ids"][local]
 
+    def _trains_here(self) -> bool:
+        """Whether this thread is the one that trains: the main one, or another (Ray)."""
+        return threading.current_thread() is self.sync.thread
+
     def _up_to_date(self) -> SyncManager:
         """The manager, with the servers brought to where they should be; says in Axolotl's log what was done."""
         manager = self.sync.up_to_date()
@@ -267,7 +271,3 @@ def require_manager(sync: TrainerSync) -> SyncManager:
     if sync.manager is None:
         raise LoraflowError("nothing was synced yet", hint="the first training step syncs, before it generates")
     return sync.manager
-
-
-def _trains_here() -> bool:
-    return threading.current_thread() is threading.main_thread()

@@ -63,6 +63,7 @@ class ColocateGeneration(LoraVLLMGeneration):
     ) -> tuple[Any, ...]:
         """As TRL's, on the proven policy; tells the hooks of ``manager.on_rollouts``."""
         manager = self._up_to_date()
+        images = [row or None for row in images] if images and any(images) else None  # TRL takes the first of a list
         with manager.rollout() as policy:
             answer: tuple[Any, ...] = VLLMGeneration.generate(self, prompts, images, num_generations, profiler)
         self._note(manager, policy, *answer)

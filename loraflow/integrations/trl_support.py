@@ -139,6 +139,12 @@ def check_combination(trainer: Trainer, config: SyncConfig, support: Support) ->
             "where TRL then computes no log-probs to correct by",
             hint="set it in the training arguments",
         )
+    if stock is False and config.off_policy_mask_threshold is not None:
+        raise ConfigError(
+            "off_policy_mask_threshold compares log-probs, and vllm_importance_sampling_correction is False in the "
+            "training arguments, where TRL then computes none",
+            hint="set vllm_importance_sampling_correction=True in the training arguments",
+        )
     corrected = config.vllm_importance_sampling_correction and support.corrected is not None and stock is not False
     unused = _HOW_TO_CORRECT & config.model_fields_set if support.corrected is None else ()
     if unused:

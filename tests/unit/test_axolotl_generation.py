@@ -78,6 +78,7 @@ class Sync:
         self.manager: Any = manager
         self.servers = ("http://a",)
         self.records: list[SyncRecord] = []
+        self.thread = threading.current_thread()
         self.asked = 0
 
     def up_to_date(self) -> Any:
@@ -205,6 +206,16 @@ def test_a_background_thread_generates_and_never_syncs() -> None:
     generation.generate([[5]], None, num_generations=1)
     assert (sync.asked, generation.last_version) == (1, 5)
     assert manager.inside == 0
+
+
+def test_a_training_in_a_thread_of_its_own_syncs_there() -> None:
+    generation, sync = generation_of(Manager(Server("http://a")))
+    sync.thread = threading.Thread(target=generation.sync_weights)  # as Ray trains
+    sync.thread.start()
+    sync.thread.join()
+    assert sync.asked == 1
+    generation.sync_weights()
+    assert sync.asked == 1
 
 
 def test_log_line() -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from loraflow.behind import Behind
 from loraflow.errors import LoadError, LoraflowError, SyncTimeout
 from loraflow.manager import SyncManager
 from loraflow.policy import Policy
-from loraflow.records import SyncRecord
+from loraflow.records import Proof, SyncRecord
 from loraflow.verify import Prover
 from tests.helpers.tiny import peft_model
 
@@ -222,3 +223,28 @@ def test_one_thread_for_all_deliveries_and_none_afterwards() -> None:
     behind.begin(lambda: 7)
     assert behind.close() == 7
     assert not [thread for thread in threading.enumerate() if thread.name in names]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_canary_is_due_every_so_many_syncs_whatever_numbers_were_spent(make: Make, overlap: bool) -> None:
+    manager, fleet = make(overlap=overlap, verify_interval=2, on_failure="keep_last", max_staleness=9)
+    inner, compared = fleet.move, dict[int, bool]()
+
+    def move(policy: Policy, snapshot: Any, expected: Any, *_: Any, **__: Any) -> Outcome:
+        compared[policy.version] = expected is not None
+        record, error = inner(policy, snapshot)
+        return replace(record, proofs={"http://a": Proof("digest", passed=True)}), error  # the carrier's own
+
+    fleet.move = move  # type: ignore[assignment, method-assign]
+    prover = manager._prover
+    prover.ranks, prover.config, prover.expect = manager.ranks, manager.config, lambda: "the trainer's forward"
+    manager._agreed.by_digest, manager._agreed.plan.carrier = False, "direct"
+    manager._sync(0, prover.expect(), began=time.perf_counter())  # as `start` does
+    manager._new_policy()  # and the number of a canary
+    fleet.failing = {4}
+    for step in range(1, 7):
+        manager.sync(step)
+    manager.wait()
+    wanted = {1: True, 3: False, 4: True, 5: True, 6: False, 7: True, 8: False}
+    assert compared == wanted, "one that failed proved nothing: the next is compared"
+    manager.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ pytest.importorskip("trl")
 pytest.importorskip("vllm")
 
 from loraflow.integrations.trl import LoraSyncCallback, attach
-from loraflow.integrations.trl_colocate import _refuse
+from loraflow.integrations.trl_colocate import ColocateGeneration, _refuse
 
 
 def sync(**options: Any) -> Any:
@@ -112,3 +113,26 @@ def test_an_engine_whose_base_was_lost_never_answers() -> None:
 def test_level_2_wants_to_know_where_the_base_comes_from() -> None:
     with pytest.raises(ConfigError, match="level 1"):
         SleepingEngine(object(), 2, None, lambda: None)
+
+
+@pytest.mark.parametrize("images", [None, [["a"], [], ["b", "c"]], [[], [], []]])
+def test_rows_without_images_beside_rows_with_some_reach_the_engine(images: Any) -> None:
+    """An empty list is what `accept_rows_without_images` makes of a row that has none."""
+    asked: list[dict[str, Any]] = []
+
+    def generate(prompts: list[dict[str, Any]], **_: Any) -> list[Any]:
+        asked.extend(prompts)
+        done = SimpleNamespace(token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=-0.5, rank=1)}])
+        return [SimpleNamespace(prompt_token_ids=row["prompt_token_ids"], outputs=[done]) for row in prompts]
+
+    generation: Any = object.__new__(ColocateGeneration)
+    plain = dict.fromkeys(("structured_outputs_regex", "top_k", "min_p"))
+    numbers = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, "max_completion_length": 1, "logprobs": 0}
+    mode = {"mode": "colocate", "enable_sleep_mode": False, "tensor_parallel_size": 1, "generation_kwargs": {}}
+    generation.__dict__ |= {**plain, **numbers, **mode, "top_k": 0, "accelerator": None, "model": torch.nn.Identity()}
+    generation.llm = SimpleNamespace(generate=generate)
+    generation._up_to_date = lambda: SimpleNamespace(rollout=lambda: nullcontext("policy"))
+    generation._note = lambda *_: None
+    assert generation.generate([[1], [2], [3]], images, 1)[1] == [[7], [7], [7]]
+    given = [row.get("multi_modal_data", {}).get("image") for row in asked]
+    assert given == (["a", None, ["b", "c"]] if images and images[0] else [None, None, None])

@@ -151,6 +151,14 @@ def test_a_correction_that_the_training_arguments_switch_off_is_not_ignored_in_s
     check_combination(off, config_from_args(off.args, None, {}), RATIO)
 
 
+def test_a_mask_that_the_training_arguments_leave_without_log_probs_is_not_ignored_in_silence() -> None:
+    off = trainer(vllm_importance_sampling_correction=False, off_policy_mask_threshold=None)
+    config = config_from_args(off.args, None, {"off_policy_mask_threshold": 0.3})
+    with pytest.raises(ConfigError, match="off_policy_mask_threshold compares log-probs"):
+        check_combination(off, config, RATIO)
+    check_combination(trainer(**GRPO_ARGS), config, RATIO)
+
+
 def test_options_of_a_correction_that_a_trainer_lacks_are_not_ignored_in_silence(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

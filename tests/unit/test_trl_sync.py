@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -244,6 +245,28 @@ def test_between_two_syncs_rollouts_are_by_what_has_arrived_since(managers: list
     assert managers[0].waited == []
 
 
+def test_all_generations_of_a_step_are_by_one_policy_also_between_syncs(managers: list[Manager]) -> None:
+    trainer, sync = made(overlap=True, vllm_sync_interval=4)
+    at(trainer, sync, 0)
+    at(trainer, sync, 4)
+    at(trainer, sync, 5)
+    managers[0].arrived = True  # while the first turn of a conversation with tools is generated
+    at(trainer, sync, 5)
+    assert sync.policy_step == 0
+    at(trainer, sync, 5, training=False)
+    assert sync.policy_step == 5, "evaluation measures the weights as they are"
+    at(trainer, sync, 6)
+    assert managers[0].synced == [0, 4, 5]
+
+
+def test_a_trainer_that_generates_on_its_own_asks_for_a_sync_after_the_servers_were_freed() -> None:
+    trainer, sync = made()
+    at(trainer, sync, 3)
+    trainer._last_loaded_step = 3  # TRL's: with a rollout_func nothing else asks
+    sync.training_ends()
+    assert trainer._last_loaded_step == -1
+
+
 @pytest.mark.parametrize("failing", [None, LoadError("full")])
 def test_what_runs_behind_when_training_ends_is_taken_in(failing: LoadError | None, managers: list[Manager]) -> None:
     trainer, sync = made(overlap=True)
@@ -256,6 +279,15 @@ def test_what_runs_behind_when_training_ends_is_taken_in(failing: LoadError | No
     assert sync.manager is None
     if failing is None:
         assert [record.step for record in sync.records] == [0, 1]
+
+
+def test_the_thread_that_trains_is_the_one_where_the_training_begins() -> None:
+    trainer, sync = made()
+    assert sync.thread is threading.current_thread()
+    elsewhere = threading.Thread(target=trainer.callbacks[0].on_train_begin)
+    elsewhere.start()
+    elsewhere.join()
+    assert sync.thread is elsewhere
 
 
 def test_a_model_that_was_wrapped_anew_gets_a_manager_of_its_own(managers: list[Manager]) -> None:
@@ -318,9 +350,12 @@ def test_a_generation_is_logged_and_told_with_the_version_that_gave_it() -> None
         sync.training_begins()
         at(trainer, sync, step)
     trainer.state.global_step = 5
-    told = sync.tell(sync.manager, 0, [[1], [1]], [[2], [3, 4]], [[-0.5], [-0.1, -0.2]])  # type: ignore[arg-type]
+    completions = [[2], [3, 4]]
+    told = sync.tell(sync.manager, 0, [[1], [1]], completions, [[-0.5], [-0.1, -0.2]])  # type: ignore[arg-type]
+    completions[0] = [2, 8, 9]  # TRL's loop of tool calls puts the whole conversation there
     sync.tell(sync.manager, 1, [], [], None)  # type: ignore[arg-type] - a rank without samples
     assert heard == [told]
+    assert told.completion_ids == [[2], [3, 4]]
     assert (told.versions, told.newest_version, told.staleness) == ([0, 0], 1, (1, 1))
     table = trainer._metrics["train"]
     assert table["loraflow/rollout_version"] == [0.0, 1.0]
