@@ -26,6 +26,7 @@ from loraflow.http_errors import HTTPFailure
 from loraflow.launch import WORKER_EXTENSION, round_up_rank
 from loraflow.server import VLLMServer
 from loraflow.sleep import SleepingEngine, Weights
+from loraflow_server import core
 from loraflow_server.engine import CALL_TIMEOUT, Engine, Loaded
 from loraflow_server.errors import PluginError
 from loraflow_server.service import Service
@@ -89,6 +90,10 @@ class LocalEngine(Engine):
             return [getattr(self.client.engine_core.engine_core, method)(*args)]
         except Exception as error:
             raise PluginError("engine_failed", f"{method}: {error}", status=500) from error
+
+    async def asleep(self) -> bool:
+        """Whether the engine sleeps; also where its process lets no plugin of loraflow's give it a utility for that."""
+        return core.asleep(self.client.engine_core.engine_core)
 
     def is_base(self, name: str) -> bool:
         """Whether ``name`` is the base model's."""

@@ -175,6 +175,17 @@ class Engine:
         """Whether an engine sleeps: reading weights that are not in memory would kill it."""
         return any(await self.utility("loraflow_asleep"))
 
+    async def need_awake(self) -> None:
+        """Refuse to touch weights or LoRA slots that are not in memory. Costs no call where no engine can sleep.
+
+        Raises:
+            PluginError: ``asleep`` (409).
+        """
+        model = self.config.model_config
+        may_sleep = any(getattr(model, key, False) for key in ("enable_sleep_mode", "enable_cumem_allocator"))
+        if may_sleep and await self.asleep():
+            raise PluginError("asleep", "the server sleeps: wake it up before the sync", status=409)
+
     async def fresh_caches(self) -> None:
         """Forget what was computed with the old weights, on every engine; requests in flight are computed again.
 

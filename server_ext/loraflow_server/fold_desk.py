@@ -97,6 +97,7 @@ class FoldDesk:
         self._may_take(run_id)
         self._engine.need_no_adapters()
         layout_id = content_id([tensors, modules])
+        await self._engine.need_awake()
         async with self._engine.paused():
             if self._lease is not None and (self._lease.run_id, self._lease.layout_id) != (run_id, layout_id):
                 await self._engine.workers("loraflow_fold_reset")
@@ -151,6 +152,7 @@ class FoldDesk:
         source = await source_of(body)
         start = time.perf_counter()
         self._engine.need_no_adapters()  # the base may have been pristine since the layout was agreed
+        await self._engine.need_awake()  # before the base counts as updated
         async with AsyncExitStack() as update:
             await update.enter_async_context(self._weights.updating())
             noted = time.perf_counter()
@@ -199,6 +201,8 @@ class FoldDesk:
         """Serve again what was served before a version: ``{"run_id", "policy", "layout_id"}``."""
         run_id, policy = checks.check_name(body.get("run_id")), checks.check_name(body.get("policy"))
         lease = self._held(run_id, body.get("layout_id"))
+        if policy == lease.policy:
+            await self._engine.need_awake()
         async with self._engine.paused():
             engines = await self._engine.workers("loraflow_fold_undo", lease.layout_id, policy)
             await self._engine.fresh_caches()
@@ -211,6 +215,7 @@ class FoldDesk:
         """Return to the pristine base, prove it, and give the lease back: ``{"run_id"}``."""
         self._may_take(checks.check_name(body.get("run_id")))
         if self._lease is not None:
+            await self._engine.need_awake()
             async with self._engine.paused():
                 await self._engine.workers("loraflow_fold_reset")
                 await self._engine.fresh_caches()

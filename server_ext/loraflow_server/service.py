@@ -157,6 +157,7 @@ class Service:
             start = time.perf_counter()
             file = await asyncio.to_thread(checks.check_folder, folder, self.settings.limits)
             phases["check"] = elapsed_ms(start)
+            await self.engine.need_awake()
             await self.weights.need_pristine()
             start = time.perf_counter()
             self.names.used[name] = "burnt"

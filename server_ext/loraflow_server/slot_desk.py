@@ -108,6 +108,7 @@ class SlotDesk:
         item = self._engine.loaded().get(name)
         if item is None:
             raise PluginError("not_found", f"no adapter {name!r} is loaded", status=404)
+        await self._engine.need_awake()
         if self._weights.touched:
             await self._weights.compare()  # what may have changed them may have left them alone
         engines = await self._engine.workers("loraflow_checksum", item.int_id, name, item.path, layout_id)
@@ -163,6 +164,7 @@ class SlotDesk:
         wait = not await self.arrival(source)
         async with self._lock, self._engine.name_lock(name):
             self._names.check_free(name)
+            await self._engine.need_awake()
             await self._weights.need_pristine()
             int_id = self._engine.next_id()
             start = time.perf_counter()

@@ -112,6 +112,7 @@ class BaseWeights:
     async def layout(self, tensors: Mapping[str, list[int]]) -> dict[str, Any]:
         """Agree on where checkpoint weights are served, to checksum them there after an update."""
         layout_id = content_id(tensors)
+        await self._engine.need_awake()
         async with self._engine.paused():
             engines = await self._engine.workers("loraflow_weights_layout", layout_id, tensors)
         ranks = [{key: rank[key] for key in ("rects", "dtypes")} for rank in engines[0]]
@@ -121,6 +122,7 @@ class BaseWeights:
 
     async def sums(self, layout_id: str) -> dict[str, Any]:
         """Checksum of each piece of a layout as served now: by engine, rank, and piece; and the weights' name."""
+        await self._engine.need_awake()
         engines, version = await asyncio.gather(
             self._engine.workers("loraflow_weights_sums", layout_id), self._engine.weight_version()
         )
@@ -147,6 +149,7 @@ class BaseWeights:
     async def receive(self, incoming: Mapping[str, Any], label: str, timeout: float) -> dict[str, Any]:
         """Have the workers write what a trainer sends straight to where it is served; then as `sums`."""
         limit = timeout * (len(incoming["buckets"]) + 1)
+        await self._engine.need_awake()  # before the base counts as updated
         async with self.updating():
             engines, version = await self._engine.receive(label, incoming, timeout, limit)
         return _sums_answer(engines, version)

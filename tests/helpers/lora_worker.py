@@ -29,6 +29,7 @@ class LoraHost:
         self.worker.device = torch.device("cpu")
         self.worker.parallel_config = config.parallel_config
         self.in_step = threading.Lock()  # a worker does one thing at a time
+        self.asleep = False
 
     def slots_of(self, int_id: int) -> list[torch.Tensor]:
         """Copies of everything that is served for an adapter, which is activated for it."""

@@ -50,7 +50,7 @@ class _Client:
 
     async def _utility(self, method: str, *args: Any, engine: Any) -> Any:
         if method == "loraflow_asleep":
-            return False
+            return self._host.asleep
         assert method == "collective_rpc"
         name, _, arguments, _ = args
         with self._host.in_step:

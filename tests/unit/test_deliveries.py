@@ -161,6 +161,36 @@ def test_what_lies_in_a_slot_is_told_of_the_adapter_that_was_put_there_last(host
     assert host.worker.loraflow_direct_sums(987_654, True)["error"]["code"] == "nothing_begun"
 
 
+@pytest.mark.parametrize("name", ["direct", "filesystem"])
+def test_slots_that_are_not_in_memory_are_not_touched(
+    name: str, host: LoraHost, url: str, store: AdapterStore, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM frees them with the weights, and a write into them would kill the engine."""
+    server, model = VLLMServer(url), peft_model(tiny_model, std=0.2)
+    transport = carrier(name, store, AdapterSpec.from_model(model), url)
+    transport.open([server])
+    snapshot = take_snapshot(model, dtype=torch.bfloat16)
+    first, second, third = (Policy(store.run_id, version) for version in range(3))
+    assert transport.deliver(first, snapshot, [server]).servers[url].error is None
+    registered = set(host.manager.list_adapters())
+    digest = transport._agreements.agree(server).layout.layout_id
+    monkeypatch.setattr(host.config.model_config, "enable_sleep_mode", True)
+    monkeypatch.setattr(host, "asleep", True)
+    outcome = transport.deliver(second, snapshot, [server]).servers[url]
+    assert "the server sleeps: wake it up before the sync" in str(outcome.error)
+    for call in (
+        lambda: PluginClient(server.request).verify(first.name, digest),
+        lambda: PluginClient(server.request).load(second.name, path=store.path(first)),
+    ):
+        with pytest.raises(HTTPFailure, match="the server sleeps") as caught:
+            call()
+        assert caught.value.status == 409
+    assert set(host.manager.list_adapters()) == registered
+    monkeypatch.undo()
+    assert transport.deliver(third, snapshot, [server]).servers[url].error is None
+    transport.close([server])
+
+
 @pytest.fixture
 def there(host: LoraHost, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each payload that the worker was asked to wait for, whether it was there already."""

@@ -58,7 +58,7 @@ class Core:
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
-        self.model_executor = SimpleNamespace(is_sleeping=False)
+        self.model_executor = SimpleNamespace(is_sleeping=False, sleeping_tags=set())
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=False))
         self.paused = False
         self.resets = 0
@@ -99,7 +99,8 @@ class Site:
 
         client = SimpleNamespace(_call_utility_async=call, core_engines=list(range(engines)))
         config = SimpleNamespace(
-            parallel_config=SimpleNamespace(worker_extension_cls="loraflow_server.worker.LoraflowWorker")
+            parallel_config=SimpleNamespace(worker_extension_cls="loraflow_server.worker.LoraflowWorker"),
+            model_config=SimpleNamespace(enable_sleep_mode=True),
         )
         self.adapters: dict[str, Any] = {}
         models = SimpleNamespace(lora_requests=self.adapters)
@@ -269,6 +270,42 @@ def test_a_server_that_sleeps_is_not_written_to(site: Site) -> None:
     with pytest.raises(PluginError, match="wake it up"):
         site.fold(0)
     assert site.serves(before)
+
+
+def test_a_fold_that_a_sleeping_server_refused_leaves_it_as_it_was(site: Site) -> None:
+    """Its base was not updated, and counts as pristine: no restart is needed for what comes after the wake-up."""
+    start = site.weights
+    put_to_sleep(site)
+    with pytest.raises(PluginError, match="wake it up"):
+        site.fold(0)
+    put_to_sleep(site, tags=())
+    site.fold(1)
+    assert site.run(site.desk.reset({"run_id": "run"}))["pristine"]
+    assert site.serves(start)
+
+
+def test_weights_that_are_not_in_memory_are_not_touched(site: Site) -> None:
+    """A CUDA error would kill the engine: the places are tried out, and the copy is put back, by writing."""
+    site.fold(0)
+    before = site.weights
+    put_to_sleep(site)
+    for engine in site.cores:
+        engine.calls.clear()
+    layout = {"run_id": "run", "tensors": site.shapes, "modules": site.modules}
+    undo = {"run_id": "run", "policy": "v0", "layout_id": site.layout_id}
+    for call in (site.desk.layout(layout), site.desk.undo(undo), site.desk.reset({"run_id": "run"})):
+        with pytest.raises(PluginError, match="wake it up") as caught:
+            site.run(call)
+        assert (caught.value.code, caught.value.status) == ("asleep", 409)
+    assert [engine.calls for engine in site.cores] == [[]] * len(site.cores)
+    put_to_sleep(site, tags=())
+    assert site.serves(before)
+    assert site.run(site.desk.undo(undo)) == {"policy": None, "undone": True}
+
+
+def put_to_sleep(site: Site, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
+    for engine in site.cores:
+        engine.model_executor = SimpleNamespace(is_sleeping=bool(tags), sleeping_tags=set(tags))
 
 
 def test_a_layout_that_one_rank_refuses_leaves_no_copy_on_the_others(site: Site) -> None:

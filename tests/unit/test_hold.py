@@ -71,7 +71,10 @@ def engine_of(*cores: Core, versions: bool = True) -> Engine:
 
     named = {"get_weight_version": get, "update_weight_version": update} if versions else {}
     client = SimpleNamespace(_call_utility_async=call, core_engines=list(range(len(cores))))
-    return Engine(SimpleNamespace(engine_core=client, **named), SimpleNamespace(lora_requests={}), 1)
+    config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=False))
+    return Engine(
+        SimpleNamespace(engine_core=client, vllm_config=config, **named), SimpleNamespace(lora_requests={}), 1
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from loraflow.engine_server import LocalEngine
 from loraflow_server import core
 from loraflow_server.errors import PluginError
 from loraflow_server.fold import Fold, FoldModule
@@ -69,6 +70,10 @@ class Engines:
 
     async def asleep(self) -> bool:
         return self.sleeps
+
+    async def need_awake(self) -> None:
+        if self.sleeps:
+            raise PluginError("asleep", "wake it up", status=409)
 
     async def workers(self, method: str, *args: Any) -> list[list[dict[str, Any]]]:
         assert method == "loraflow_base"
@@ -210,9 +215,48 @@ def test_of_two_updates_that_begin_together_the_second_one_notes_nothing() -> No
     asyncio.run(story())
 
 
+def test_an_update_that_a_sleeping_server_refuses_leaves_its_base_proven() -> None:
+    engines: Any = Engines()
+    weights = BaseWeights(engines)
+
+    async def receive(label: str, *_: Any) -> Any:
+        assert not engines.sleeps, "weights that are not in memory were written"
+        return [[{"sums": [1], "ms": 1.0}]], label
+
+    async def story() -> None:
+        engines.receive, engines.sleeps = receive, True
+        calls = (
+            weights.receive({"buckets": [1]}, "v1", 1.0),
+            weights.layout({"w": [2, 2]}),
+            weights.sums("layout"),
+        )
+        for call in calls:
+            with pytest.raises(PluginError, match="wake it up"):
+                await call
+        assert not weights.touched
+        engines.sleeps = False
+        assert (await weights.receive({"buckets": [1]}, "v1", 1.0))["weight_version"] == "v1"
+        assert (await weights.compare())["pristine"]
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize(("tags", "sleeps"), [((), False), (("kv_cache",), False), (("weights", "kv_cache"), True)])
 def test_a_server_whose_weights_are_back_is_awake(tags: tuple[str, ...], *, sleeps: bool) -> None:
     assert core.asleep(SimpleNamespace(model_executor=SimpleNamespace(sleeping_tags=set(tags)))) is sleeps
+
+
+@pytest.mark.parametrize("tags", [(), ("weights", "kv_cache")])
+def test_an_engine_of_this_process_needs_no_plugin_to_tell_that_it_sleeps(tags: tuple[str, ...]) -> None:
+    inside = SimpleNamespace(model_executor=SimpleNamespace(sleeping_tags=set(tags)))
+    config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
+    client = SimpleNamespace(engine_core=SimpleNamespace(engine_core=inside), vllm_config=config)
+    engine = LocalEngine(SimpleNamespace(llm_engine=client))
+    if not tags:
+        asyncio.run(engine.need_awake())
+        return
+    with pytest.raises(PluginError, match="wake it up"):
+        asyncio.run(engine.need_awake())
 
 
 def test_without_the_extension_an_updated_base_is_never_pristine() -> None:
