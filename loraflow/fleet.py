@@ -68,6 +68,7 @@ class Fleet:
         self._roster = Roster([*servers, *missing], plan, transport, config)
         self._moving = threading.Lock()
         self._checked_by_carrier: Policy | None = None
+        self._inherited = False
         self._old = Retirement(transport, store.run_id, config.retained_versions)
         for server in missing:
             self._roster.set_aside(server.url, "it did not answer at the start")
@@ -111,6 +112,7 @@ class Fleet:
 
     def adopt(self, found: Recovered) -> None:
         """Take over what an earlier process of this run left in the store and on the servers."""
+        self._inherited = len(found.live) > len(found.burnt)
         self._old.adopt(found, self.servers)
 
     # ---------------------------------------------------------------- one version for all
@@ -315,6 +317,16 @@ class Fleet:
     def settle(self) -> None:
         """Wait until the versions that the last move made old are freed."""
         self._old.settle()
+
+    def give_way(self) -> bool:
+        """After a start that failed: where the servers serve what an earlier process of this run left, this one's own
+        version is freed, and theirs are what they serve; whether that is so."""
+        if not self._inherited or self.plan.transport != "adapter":
+            return False
+        self.settle()
+        if self._roster.held is not None:
+            self.transport.retire(self._roster.held.policy, self.servers)
+        return True
 
     def close(self, *, keep_serving: bool = False) -> None:
         """Free the servers of this run and close the store; every step is tried, the first error is raised.

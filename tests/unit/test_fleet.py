@@ -32,6 +32,7 @@ from loraflow.errors import (
     VerifyError,
 )
 from loraflow.fleet import Fleet
+from loraflow.manager import SyncManager
 from loraflow.plan import Plan
 from loraflow.policy import Policy
 from loraflow.records import Proof, SyncRecord
@@ -576,6 +577,33 @@ def test_versions_of_an_earlier_process_are_freed_in_their_turn() -> None:
     run.move()
     run.fleet.settle()
     assert set(run.servers[0].held) == {"run-v4", "run-v5"}
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_start_that_fails_leaves_what_an_earlier_process_left(moved: bool) -> None:
+    """`loraflow push --run-id` that is refused: every server serves what it served before."""
+    run = Run(2, "fail")
+    old = Policy("run", 0)
+    for server in run.servers:
+        server.held = {old.name: "old"}
+    run.fleet.adopt(Recovered(committed=old, live=(old,), burnt=(), lost=(), removed=()))
+    manager: Any = SyncManager(torch.nn.Linear(1, 1), "http://s0", run_id="run")
+    manager._fleet = run.fleet
+    if moved:  # committed, and what followed in the start failed
+        run.version = 0
+        assert run.move() is None
+    manager._close_after_error(started=False)
+    assert [set(server.held) for server in run.servers] == [{old.name}] * 2
+
+
+def test_a_start_that_fails_leaves_nothing_of_its_own() -> None:
+    run = Run(1, "fail")
+    run.fleet.adopt(Recovered(committed=None, live=(), burnt=(), lost=(), removed=()))
+    manager: Any = SyncManager(torch.nn.Linear(1, 1), "http://s0")
+    manager._fleet = run.fleet
+    run.move()
+    manager._close_after_error(started=False)
+    assert run.servers[0].held == {}
 
 
 def test_close_reaches_those_set_aside_that_answer() -> None:
