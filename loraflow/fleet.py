@@ -27,7 +27,7 @@ from loraflow.preflight import require_finite
 from loraflow.records import Proof, SyncRecord
 from loraflow.retirement import Retirement
 from loraflow.roster import Roster
-from loraflow.server import Completion, VLLMServer
+from loraflow.server import Completion, Unreachable, VLLMServer
 from loraflow.spread import spread
 from loraflow.store import AdapterStore, Recovered
 from loraflow.transports.base import Delivered, Delivery, Transport
@@ -344,7 +344,7 @@ class Fleet:
         def clear() -> None:
             # A run id that was given may be continued: its newest version stays. A server that could not be freed may
             # still read any of them.
-            if all_freed:
+            if all_freed and not any(self._may_read(server) for server in known.values()):
                 self.store.clear(keep=1 if self.config.run_id else 0)
 
         close = partial(self.transport.close, [] if keep_serving else reachable)
@@ -356,6 +356,16 @@ class Fleet:
                 errors.append(error)
         if errors:
             raise errors[0]
+
+    def _may_read(self, server: VLLMServer) -> bool:
+        """Whether ``server`` may still load a version of this run: it lists one, or does not say."""
+        try:
+            named = [Policy.parse(model.id) for model in server.models() if model.parent is not None]
+        except Unreachable:
+            return False  # its process is gone, and what it held
+        except LoraflowError:
+            return True
+        return any(policy is not None and policy.run_id == self.store.run_id for policy in named)
 
     # ---------------------------------------------------------------- inside: a move
 

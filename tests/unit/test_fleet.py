@@ -9,6 +9,7 @@ import itertools
 import random
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,9 @@ from loraflow.policy import Policy
 from loraflow.records import Proof, SyncRecord
 from loraflow.server import Completion, Unreachable, VLLMServer
 from loraflow.server_info import PluginInfo, ServedModel, ServerInfo, parse_version
-from loraflow.store import Recovered
+from loraflow.store import AdapterStore, Recovered
 from loraflow.transports.base import Delivered, Delivery
+from loraflow.transports.filesystem import FilesystemTransport
 
 
 @dataclass
@@ -614,6 +616,37 @@ def test_close_reaches_those_set_aside_that_answer() -> None:
     run.servers[2].down = True
     run.fleet.close()
     assert [bool(server.held) for server in run.servers] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("answer", "cleared"),
+    [
+        (None, True),
+        (Unreachable("connection refused"), True),  # its process is gone
+        (SyncTimeout("no answer in 30 s"), False),
+        (LoadError("the engine is busy"), False),
+    ],
+)
+def test_files_stay_where_a_server_may_still_read_them(
+    answer: LoraflowError | None, cleared: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rule 7, at the end of a run too: a server that does not say that it let a version go may still load it."""
+    run = Run(2, "fail")
+    files: Any = FilesystemTransport(AdapterStore(str(tmp_path), "run", retain=2, grace_period=0.0))
+    store = run.fleet.store = files._store
+    run.fleet.transport = files
+    for server in run.servers:
+        server.held = {"run-v0": "content"}
+    store.publish(Policy("run", 0), {"file": [b"content"]}, digest="d")
+
+    def failing(*args: object) -> Any:
+        raise answer or AssertionError
+
+    if answer is not None:
+        monkeypatch.setattr(run.servers[1], "unload_adapter" if type(answer) is LoadError else "models", failing)
+    with suppress(LoraflowError):
+        run.fleet.close()
+    assert Path(store.path(Policy("run", 0))).exists() is not cleared
 
 
 def test_records_say_who_was_set_aside_and_who_came_back(clock: Clock) -> None:
