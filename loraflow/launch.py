@@ -183,7 +183,10 @@ def serve_command(options: ServeOptions) -> ServeCommand:
     if options.max_lora_rank is None:
         env["LORAFLOW_FOLD"] = "1"  # on a CPU: weights stay plain, so that fold can write to them
     host, port = _value(options.extra, "--host", options.host), _value(options.extra, "--port", str(options.port))
-    return ServeCommand(tuple(argv), env, url_of(host, port))
+    url = url_of(host, port)
+    if given & {"--ssl-certfile", "--ssl-keyfile"}:
+        url = url.replace("http://", "https://", 1)
+    return ServeCommand(tuple(argv), env, url)
 
 
 def _check(options: ServeOptions) -> None:
