@@ -170,6 +170,16 @@ class SyncConfig(BaseModel):
             raise ValueError("names no folder or file")
         return value
 
+    @field_validator("adapter_root", "server_adapter_root")
+    @classmethod
+    def _file_urls_are_folders(cls, value: str | None) -> str | None:
+        if value is None or not value.startswith("file://"):
+            return value
+        folder = value.removeprefix("file://")
+        if not folder.startswith("/"):
+            raise ValueError("must name a folder of this host: file:///…")
+        return folder
+
     @field_validator("server_adapter_root")
     @classmethod
     def _servers_have_folders_of_their_own(cls, value: str | None) -> str | None:

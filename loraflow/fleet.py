@@ -27,7 +27,7 @@ from loraflow.preflight import require_finite
 from loraflow.records import Proof, SyncRecord
 from loraflow.retirement import Retirement
 from loraflow.roster import Roster
-from loraflow.server import Completion, VLLMServer
+from loraflow.server import Completion, Unreachable, VLLMServer
 from loraflow.spread import spread
 from loraflow.store import AdapterStore, Recovered
 from loraflow.transports.base import Delivered, Delivery, Transport
@@ -68,6 +68,7 @@ class Fleet:
         self._roster = Roster([*servers, *missing], plan, transport, config)
         self._moving = threading.Lock()
         self._checked_by_carrier: Policy | None = None
+        self._inherited = False
         self._old = Retirement(transport, store.run_id, config.retained_versions)
         for server in missing:
             self._roster.set_aside(server.url, "it did not answer at the start")
@@ -111,6 +112,7 @@ class Fleet:
 
     def adopt(self, found: Recovered) -> None:
         """Take over what an earlier process of this run left in the store and on the servers."""
+        self._inherited = len(found.live) > len(found.burnt)
         self._old.adopt(found, self.servers)
 
     # ---------------------------------------------------------------- one version for all
@@ -316,6 +318,16 @@ class Fleet:
         """Wait until the versions that the last move made old are freed."""
         self._old.settle()
 
+    def give_way(self) -> bool:
+        """After a start that failed: where the servers serve what an earlier process of this run left, this one's own
+        version is freed, and theirs are what they serve; whether that is so."""
+        if not self._inherited or self.plan.transport != "adapter":
+            return False
+        self.settle()
+        if self._roster.held is not None:
+            self.transport.retire(self._roster.held.policy, self.servers)
+        return True
+
     def close(self, *, keep_serving: bool = False) -> None:
         """Free the servers of this run and close the store; every step is tried, the first error is raised.
 
@@ -332,7 +344,7 @@ class Fleet:
         def clear() -> None:
             # A run id that was given may be continued: its newest version stays. A server that could not be freed may
             # still read any of them.
-            if all_freed:
+            if all_freed and not any(self._may_read(server) for server in known.values()):
                 self.store.clear(keep=1 if self.config.run_id else 0)
 
         close = partial(self.transport.close, [] if keep_serving else reachable)
@@ -344,6 +356,16 @@ class Fleet:
                 errors.append(error)
         if errors:
             raise errors[0]
+
+    def _may_read(self, server: VLLMServer) -> bool:
+        """Whether ``server`` may still load a version of this run: it lists one, or does not say."""
+        try:
+            named = [Policy.parse(model.id) for model in server.models() if model.parent is not None]
+        except Unreachable:
+            return False  # its process is gone, and what it held
+        except LoraflowError:
+            return True
+        return any(policy is not None and policy.run_id == self.store.run_id for policy in named)
 
     # ---------------------------------------------------------------- inside: a move
 

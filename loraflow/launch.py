@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Self
@@ -22,6 +23,7 @@ import requests
 
 from loraflow.config import default_adapter_root
 from loraflow.errors import ConfigError, LoraflowError, SyncTimeout
+from loraflow.http_session import BoundedSession
 from loraflow.urls import url_of
 
 __all__ = [
@@ -181,7 +183,10 @@ def serve_command(options: ServeOptions) -> ServeCommand:
     if options.max_lora_rank is None:
         env["LORAFLOW_FOLD"] = "1"  # on a CPU: weights stay plain, so that fold can write to them
     host, port = _value(options.extra, "--host", options.host), _value(options.extra, "--port", str(options.port))
-    return ServeCommand(tuple(argv), env, url_of(host, port))
+    url = url_of(host, port)
+    if given & {"--ssl-certfile", "--ssl-keyfile"}:
+        url = url.replace("http://", "https://", 1)
+    return ServeCommand(tuple(argv), env, url)
 
 
 def _check(options: ServeOptions) -> None:
@@ -275,17 +280,20 @@ class ServerProcess:
             SyncTimeout: It was not up within ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            if self.returncode is not None:
-                raise LoraflowError(
-                    f"vLLM ended with exit code {self.returncode} while starting", server=self.url, hint=self.tail()
-                )
-            try:
-                if requests.get(f"{self.url}/health", timeout=2).status_code == requests.codes.ok:
-                    return self
-            except requests.RequestException:
-                pass  # not listening yet: what this loop waits for
-            time.sleep(0.25)
+        with closing(BoundedSession()) as session:  # asks no proxy of the environment's
+            while time.monotonic() < deadline:
+                if self.returncode is not None:
+                    raise LoraflowError(
+                        f"vLLM ended with exit code {self.returncode} while starting", server=self.url, hint=self.tail()
+                    )
+                try:
+                    answer = session.request("GET", f"{self.url}/health", timeout=2)
+                except requests.RequestException:
+                    pass  # not listening yet: what this loop waits for
+                else:
+                    if answer.status_code == requests.codes.ok:
+                        return self
+                time.sleep(0.25)
         raise SyncTimeout(f"vLLM was not up after {timeout:.0f} s", server=self.url, hint=self.tail())
 
     def tail(self, lines: int = 25) -> str:

@@ -111,6 +111,8 @@ class SyncManager:
         Afterwards the first rollout is the trainer's policy, also after a resume from a checkpoint. Where the adapter
         does nothing yet (B is zero), a canary shows that one that does something would be seen.
 
+        Where it fails, adapters that an earlier process of this run left on the servers stay there.
+
         Args:
             step: Optimizer step of the model as it is now.
 
@@ -141,7 +143,7 @@ class SyncManager:
             if not prover.proves_itself(expected, base):
                 self._try_canary(prover, base)
         except BaseException:
-            self._close_after_error()
+            self._close_after_error(started=False)
             raise
         return self._agreed.plan
 
@@ -371,10 +373,13 @@ class SyncManager:
 
     # ---------------------------------------------------------------- inside
 
-    def _close_after_error(self) -> None:
-        """The error that led here is the one to raise: what closing meets besides is often its consequence."""
+    def _close_after_error(self, *, started: bool = True) -> None:
+        """The error that led here is the one to raise: what closing meets besides is often its consequence.
+
+        Where ``started`` is False, versions that an earlier process of this run left are served as before.
+        """
         try:
-            self.close()
+            self.close(keep_serving=not started and self._fleet is not None and self._fleet.give_way())
         except Exception:  # noqa: BLE001 - whatever it is, it comes second
             _log.exception("closing after an error failed too")
 

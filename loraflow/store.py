@@ -90,6 +90,7 @@ class AdapterStore:
             self._release()
             raise
         self._reserved: set[int] = set()
+        self._written: dict[int, Mapping[str, float]] = {}  # of those, with files there and a ledger that is behind
         self._stored, self._used_up = self._ledger, self._ledger.next_version  # what the stored ledger says
         self._retired_at: dict[int, float] = {}
         self._note_retired()
@@ -163,18 +164,24 @@ class AdapterStore:
             known = version in self._reserved
             if not known:
                 self._require_unused(policy)
-            self._check_space(policy, size)
+            if version not in self._written:
+                self._check_space(policy, size)
             self._update(lambda ledger: ledger.enter(version))
             try:
-                phases = self._backend.write(version, contents, self._sealer(version, digest))
+                phases = self._written.get(version) or self._backend.write(
+                    version, contents, self._sealer(version, digest)
+                )
             except BaseException:
                 if not known:
                     with self._state:  # next_version stays; the file follows with the next change
                         self._ledger = self._ledger.forget({version})
                 raise
+            if known:
+                self._written[version] = phases
             with self._state:
-                self._reserved.discard(version)
                 self._update(lambda ledger: ledger)  # it may have been committed meanwhile
+                self._reserved.discard(version)
+                self._written.pop(version, None)
         return Published(policy, self.path(policy), size, digest if isinstance(digest, str) else digest(), phases)
 
     def prepare(self, size: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
+from requests.utils import requote_uri
+
 from loraflow.errors import ConfigError
 
 __all__ = ["server_url", "url_of"]
@@ -32,7 +34,7 @@ def server_url(given: str) -> str:
         raise ConfigError(f"{given!r} is no URL of a server", hint=_FORM)
     if parts.query or parts.fragment:
         raise ConfigError(f"{given!r} has a part after ? or #, and calls are made below it", hint=_FORM)
-    path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+    path = requote_uri(parts.path.rstrip("/").removesuffix("/v1").rstrip("/"))  # as it is sent
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 

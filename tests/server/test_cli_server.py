@@ -142,6 +142,22 @@ def test_push_on_another_base(lora_server: RunningServer, tmp_path: Path) -> Non
     assert "base" in answer["error"]["message"]
 
 
+def test_a_push_that_fails_takes_nothing_away(
+    lora_server: RunningServer, saved: tuple[Path, Any], tmp_path: Path
+) -> None:
+    other = make_tiny_model(tmp_path / "other", seed=5)
+    peft_model(other).save_pretrained(tmp_path / "of another base")
+    root = ("--run-id", "kept", "--adapter-root", str(lora_server.adapter_root))
+    with VLLMServer(lora_server.url) as server:
+        code, answer = run("push", str(saved[0]), "--server", lora_server.url, *root)
+        assert code == 0
+        before = server.models()
+        code, refused = run("push", str(tmp_path / "of another base"), "--server", lora_server.url, *root)
+        assert (code, refused["error"]["type"]) == (1, "VerifyError")
+        assert server.models() == before
+        server.unload_adapter(answer["policy"])
+
+
 def test_plan_and_doctor(lora_server: RunningServer, saved: tuple[Path, Any]) -> None:
     code, answer = run("plan", "--server", lora_server.url, "--adapter", str(saved[0]))
     assert code == 0

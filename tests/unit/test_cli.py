@@ -274,6 +274,8 @@ def test_no_command_fails_for_what_stdout_is(args: tuple[str, ...]) -> None:
         (("--host", "0.0.0.0"), "http://127.0.0.1:8000"),
         (("--", "--port", "9001", "--host=::"), "http://[::1]:9001"),
         (("--port", "1", "--", "--port=9001"), "http://127.0.0.1:9001"),
+        (("--", "--ssl-keyfile", "k.pem", "--ssl-certfile=c.pem"), "https://127.0.0.1:8000"),
+        (("--host", "::", "--", "--ssl_keyfile=k.pem", "--ssl_certfile=c.pem"), "https://[::1]:8000"),
     ],
 )
 def test_serve_tells_where_it_is_reached(args: tuple[str, ...], url: str) -> None:

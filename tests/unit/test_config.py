@@ -37,6 +37,7 @@ from loraflow.errors import ConfigError
         ({"start_timeout": float("inf")}, "start_timeout"),
         ({"adapter_root": ""}, "adapter_root: names no folder"),
         ({"record_file": " "}, "record_file: names no folder"),
+        ({"adapter_root": "file://runs"}, "adapter_root: must name a folder of this host"),
         ({"server_adapter_root": "adapters"}, "server_adapter_root: must be an absolute path"),
         ({"server_adapter_root": "~/adapters"}, "server_adapter_root: must be an absolute path"),
     ],
@@ -45,6 +46,11 @@ def test_bad_options_say_what_is_right(options: dict[str, object], said: str) ->
     with pytest.raises(ConfigError, match=None) as caught:
         SyncConfig(**options)
     assert said in str(caught.value)
+
+
+def test_a_file_url_is_its_folder() -> None:
+    config = SyncConfig(adapter_root="file:///mnt/runs", server_adapter_root="file:///srv/runs")
+    assert (config.adapter_root, config.server_adapter_root) == ("/mnt/runs", "/srv/runs")
 
 
 def test_several_faults_are_told_at_once() -> None:

@@ -9,6 +9,7 @@ import itertools
 import random
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,15 @@ from loraflow.errors import (
     VerifyError,
 )
 from loraflow.fleet import Fleet
+from loraflow.manager import SyncManager
 from loraflow.plan import Plan
 from loraflow.policy import Policy
 from loraflow.records import Proof, SyncRecord
 from loraflow.server import Completion, Unreachable, VLLMServer
 from loraflow.server_info import PluginInfo, ServedModel, ServerInfo, parse_version
-from loraflow.store import Recovered
+from loraflow.store import AdapterStore, Recovered
 from loraflow.transports.base import Delivered, Delivery
+from loraflow.transports.filesystem import FilesystemTransport
 
 
 @dataclass
@@ -578,6 +581,33 @@ def test_versions_of_an_earlier_process_are_freed_in_their_turn() -> None:
     assert set(run.servers[0].held) == {"run-v4", "run-v5"}
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_start_that_fails_leaves_what_an_earlier_process_left(moved: bool) -> None:
+    """`loraflow push --run-id` that is refused: every server serves what it served before."""
+    run = Run(2, "fail")
+    old = Policy("run", 0)
+    for server in run.servers:
+        server.held = {old.name: "old"}
+    run.fleet.adopt(Recovered(committed=old, live=(old,), burnt=(), lost=(), removed=()))
+    manager: Any = SyncManager(torch.nn.Linear(1, 1), "http://s0", run_id="run")
+    manager._fleet = run.fleet
+    if moved:  # committed, and what followed in the start failed
+        run.version = 0
+        assert run.move() is None
+    manager._close_after_error(started=False)
+    assert [set(server.held) for server in run.servers] == [{old.name}] * 2
+
+
+def test_a_start_that_fails_leaves_nothing_of_its_own() -> None:
+    run = Run(1, "fail")
+    run.fleet.adopt(Recovered(committed=None, live=(), burnt=(), lost=(), removed=()))
+    manager: Any = SyncManager(torch.nn.Linear(1, 1), "http://s0")
+    manager._fleet = run.fleet
+    run.move()
+    manager._close_after_error(started=False)
+    assert run.servers[0].held == {}
+
+
 def test_close_reaches_those_set_aside_that_answer() -> None:
     run = Run(3, "quarantine")
     run.move()
@@ -586,6 +616,37 @@ def test_close_reaches_those_set_aside_that_answer() -> None:
     run.servers[2].down = True
     run.fleet.close()
     assert [bool(server.held) for server in run.servers] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("answer", "cleared"),
+    [
+        (None, True),
+        (Unreachable("connection refused"), True),  # its process is gone
+        (SyncTimeout("no answer in 30 s"), False),
+        (LoadError("the engine is busy"), False),
+    ],
+)
+def test_files_stay_where_a_server_may_still_read_them(
+    answer: LoraflowError | None, cleared: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rule 7, at the end of a run too: a server that does not say that it let a version go may still load it."""
+    run = Run(2, "fail")
+    files: Any = FilesystemTransport(AdapterStore(str(tmp_path), "run", retain=2, grace_period=0.0))
+    store = run.fleet.store = files._store
+    run.fleet.transport = files
+    for server in run.servers:
+        server.held = {"run-v0": "content"}
+    store.publish(Policy("run", 0), {"file": [b"content"]}, digest="d")
+
+    def failing(*args: object) -> Any:
+        raise answer or AssertionError
+
+    if answer is not None:
+        monkeypatch.setattr(run.servers[1], "unload_adapter" if type(answer) is LoadError else "models", failing)
+    with suppress(LoraflowError):
+        run.fleet.close()
+    assert Path(store.path(Policy("run", 0))).exists() is not cleared
 
 
 def test_records_say_who_was_set_aside_and_who_came_back(clock: Clock) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from loraflow.config import default_adapter_root
 from loraflow.errors import ConfigError, LoraflowError
-from loraflow.launch import ServeCommand, ServeOptions, ServerProcess, round_up_rank, serve_command
+from loraflow.launch import ServeCommand, ServeOptions, ServerProcess, free_port, round_up_rank, serve_command
 
 
 def flags(*extra: str, **options: object) -> list[str]:
@@ -92,6 +92,19 @@ def test_a_server_that_ends_is_reported_with_its_log(tmp_path) -> None:  # type:
         process.wait_ready(30)
     assert "exit code 7" in str(caught.value)
     assert "no such model" in str(caught.value)
+
+
+def test_a_server_is_waited_for_without_the_environments_proxy(monkeypatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """As all else of loraflow: a proxy for the outside world does not reach this host's own address."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    port = free_port()
+    (tmp_path / "health").write_text("")
+    argv = (sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path))
+    with ServerProcess(ServeCommand(argv, {}, f"http://127.0.0.1:{port}"), log=tmp_path / "log") as process:
+        process.wait_ready(10)
 
 
 def test_nothing_is_left_behind(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -55,6 +55,7 @@ SMALL = replace(BROADCAST, lora=replace(LORA, max_rank=4 + 4 - 1))
 OLD = replace(BROADCAST, vllm_version="0.27.1")
 OLD_PLAIN = replace(NO_LORA_BROADCAST, vllm_version="0.27.1")
 ATTENTION_ONLY = replace(BROADCAST, lora=replace(LORA, target_modules=("k_proj", "v_proj")))
+UPLOADS = replace(STOCK, plugin=replace(PLUGIN, capabilities=PLUGIN.capabilities | {"upload"}))
 QUANTISED = replace(NO_LORA_BROADCAST, quantization="awq")
 
 SLOT_BLOCKERS = ("dora", "modules_to_save", "bias", "lora_bias", "layer_replication", "init_changes_base", "variant")
@@ -125,6 +126,14 @@ def test_refusals_say_why(server: ServerInfo, features: tuple[str, ...], options
     with pytest.raises(CapabilityError) as caught:
         make_plan(spec(*features), [server], SyncConfig(**options), LOCAL)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["filesystem", "direct"])
+def test_a_folder_may_be_given_as_a_file_url(way: str) -> None:
+    config = SyncConfig(adapter_root="file:///mnt/runs", carrier=way)  # type: ignore[arg-type]
+    server = STOCK if way == "filesystem" else UPLOADS
+    trainer = LOCAL if way == "filesystem" else TrainerInfo()  # on another host
+    assert make_plan(spec(), [server], config, trainer).carrier == way
 
 
 def test_one_server_that_cannot_rules_a_way_out_for_all() -> None:

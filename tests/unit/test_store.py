@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import blake3
 import fsspec
@@ -278,6 +279,31 @@ def test_an_announced_version_that_could_not_be_written_is_written_later(
         assert store.committed() == policy(0)
         store.publish(policy(0), FILES, digest=DIGEST)
         store.verify(policy(0))
+        with pytest.raises(PublishError, match="was used before"):
+            store.publish(policy(0), FILES, digest=DIGEST)
+    with open_store(root) as store:
+        assert store.recover().committed == policy(0)
+
+
+def test_a_ledger_that_could_not_follow_an_announced_version_follows_when_that_is_repeated(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full just then: the files are there, and the next version must not wait for them for ever."""
+    with open_store(root) as store:
+        store.announce(policy(0))
+        with monkeypatch.context() as patch:
+            write = store._backend.write
+
+            def last_that_fits(*args: Any) -> dict[str, float]:
+                phases = write(*args)
+                store.mark_committed(policy(0))
+                patch.setattr(store._backend, "put", failing_write)
+                return phases
+
+            patch.setattr(store._backend, "write", last_that_fits)
+            with pytest.raises(PublishError, match="the store is away"):
+                store.publish(policy(0), FILES, digest=DIGEST)
+        store.publish(policy(0), FILES, digest=DIGEST)
         with pytest.raises(PublishError, match="was used before"):
             store.publish(policy(0), FILES, digest=DIGEST)
     with open_store(root) as store:

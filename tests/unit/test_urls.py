@@ -23,6 +23,8 @@ from loraflow.urls import server_url, url_of
         ("https://host/vllm/", "https://host/vllm"),
         ("[::1]:8000", "http://[::1]:8000"),
         ("HTTP://host:8000", "http://host:8000"),
+        ("https://host/modèle/v1", "https://host/mod%C3%A8le"),
+        ("https://host/mod%C3%A8le", "https://host/mod%C3%A8le"),
         ("http://bücher.example:80", "http://bücher.example:80"),
     ],
 )
