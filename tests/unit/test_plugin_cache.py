@@ -269,7 +269,9 @@ def test_a_version_that_is_being_loaded_is_held_whatever_is_unloaded_beside_it(
             await loaded.wait()
             return True
 
-        config = SimpleNamespace(lora_config=True, parallel_config=SimpleNamespace(worker_extension_cls=""))
+        config = SimpleNamespace(
+            lora_config=True, model_config=SimpleNamespace(), parallel_config=SimpleNamespace(worker_extension_cls="")
+        )
         client = SimpleNamespace(
             add_lora=add_lora, vllm_config=config, output_processor=SimpleNamespace(request_states={})
         )
