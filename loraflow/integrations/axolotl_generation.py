@@ -109,6 +109,11 @@ class RolloutClient:
         if structured_outputs_regex is not None:
             sampling["structured_outputs"] = {"regex": structured_outputs_regex}
         completions = self._complete(prompts, sampling)
+        if len(completions) != n * len(prompts):
+            raise LoraflowError(
+                f"{len(completions)} completions for {len(prompts)} prompts with {n} each",
+                hint="generation_kwargs must not change n",
+            )
         return {
             "prompt_ids": [list(prompt) for prompt in prompts],
             "completion_ids": [list(completion.token_ids) for completion in completions],

@@ -162,6 +162,14 @@ def test_what_is_not_supported_is_refused() -> None:
         client_of(None).generate([[1]])
 
 
+def test_generation_kwargs_may_not_change_how_many_completions_a_prompt_has() -> None:
+    client = client_of(Manager(Server("http://a")))
+    assert len(client.generate([[1], [2]], n=2, generation_kwargs={"n": 2})["completion_ids"]) == 4
+    with pytest.raises(LoraflowError, match="8 completions for 2 prompts with 2 each") as refused:
+        client.generate([[1], [2]], n=2, generation_kwargs={"n": 4})
+    assert "generation_kwargs must not change n" in str(refused.value)
+
+
 # ---------------------------------------------------------------- TRL's backend
 
 
