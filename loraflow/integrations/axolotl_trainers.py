@@ -146,7 +146,10 @@ def _scoring(generation: AxolotlGeneration, config: SyncConfig) -> Callable[[Bat
             return batch
         manager, ids = require_manager(generation.sync), batch["completion_ids"]
         if versions is None:
-            versions = torch.full((len(ids),), generation.last_version, dtype=torch.int64, device=ids.device)
+            last = generation.last_version
+            if last < 0 and manager.policy is not None:  # a rollout_func asked in other threads, or on rank 0
+                last = manager.policy.version
+            versions = torch.full((len(ids),), last, dtype=torch.int64, device=ids.device)
         found = correct(
             batch["old_per_token_logps"],
             batch["sampling_per_token_logps"],

@@ -14,6 +14,7 @@ from loraflow.errors import CapabilityError
 from loraflow.integrations.axolotl_bridge import bridge
 from loraflow.integrations.axolotl_trainers import VERSIONS, _marking, _scoring, _scoring_parts
 from loraflow.manager import SyncManager
+from loraflow.policy import Policy
 
 # ---------------------------------------------------------------- weights
 
@@ -76,6 +77,14 @@ def test_rollouts_made_ahead_carry_their_version(version: int, weight: float) ->
     found = _scoring(generation, config(max_staleness=1))(batch)
     assert VERSIONS not in found
     assert found["importance_sampling_ratio"].flatten().tolist() == [weight, weight]
+
+
+def test_what_a_rollout_func_got_in_other_threads_is_of_the_policy_of_the_moment() -> None:
+    """Or on rank 0, for the others: nothing was generated in the thread that scores."""
+    generation = generation_of([0, 2, 3], last=-1, newest=3)
+    generation.sync.manager.policy = Policy("run", 3)
+    found = _scoring(generation, config(max_staleness=0))(batch_of([[0.0]]))
+    assert found["importance_sampling_ratio"].item() == 1.0
 
 
 def test_older_than_allowed_is_masked() -> None:
