@@ -5,26 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 AT_EXIT = """
 import atexit
 from types import SimpleNamespace
 from loraflow.transports.background import each
 from loraflow.transports.filesystem import on_every_server
 
-def free(server):
-    print("freed", server.url)
-
 servers = [SimpleNamespace(url=f"http://{name}") for name in "ab"]
 links = [SimpleNamespace(server=server) for server in servers]
+atexit.register(lambda: each(links, lambda link: print("restored", link.server.url)))
+atexit.register(lambda: on_every_server(servers, lambda server: print("freed", server.url), "policy"))
 """
 
 
-@pytest.mark.parametrize(
-    "free", ["on_every_server(servers, free, 'policy')", "each(links, lambda link: free(link.server))"]
-)
-def test_several_servers_are_freed_at_exit(free: str) -> None:
-    script = f"{AT_EXIT}\natexit.register(lambda: {free})\n"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
-    assert done.stdout.split("\n")[:-1] == ["freed http://a", "freed http://b"], done.stderr
+def test_every_server_is_freed_at_exit() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=False, timeout=120)
+    wanted = ["freed http://a", "freed http://b", "restored http://a", "restored http://b"]
+    assert done.stdout.splitlines() == wanted, done.stderr
