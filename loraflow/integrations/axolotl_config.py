@@ -184,11 +184,12 @@ def resolve(cfg: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("vllm_sync_interval: must be a number of optimizer steps, or 'adaptive', not true or false")
     if is_async(cfg):
         own.setdefault("vllm_importance_sampling_mode", _ASYNC_MODE)
-    depth = prefetch_depth(cfg)
-    if depth:
-        own.setdefault("max_staleness", max(depth, SyncConfig.model_fields["max_staleness"].default))
     own["servers"] = server_urls(cfg)
     section = LoraflowSection.from_dict(own)
+    depth = prefetch_depth(cfg)
+    if depth and "max_staleness" not in own:
+        own["max_staleness"] = max(depth + section.overlap, section.max_staleness)
+        section = LoraflowSection.from_dict(own)
     CorrectionOptions.from_config(section)
     return {name: getattr(section, name) for name in own} | {"servers": own["servers"]}
 

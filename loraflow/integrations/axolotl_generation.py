@@ -32,7 +32,7 @@ class RolloutClient:
 
     Args:
         sync: Has the run's manager.
-        tokenizer: Renders chats to token ids.
+        tokenizer: Renders chats and text to token ids.
     """
 
     def __init__(self, sync: TrainerSync, tokenizer: Any) -> None:
@@ -57,7 +57,7 @@ class RolloutClient:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]] | Sequence[str],
         images: object = None,
         n: int = 1,
         repetition_penalty: float = 1.0,
@@ -71,10 +71,10 @@ class RolloutClient:
         generation_kwargs: Mapping[str, Any] | None = None,
         features: object = None,
     ) -> dict[str, Any]:
-        """Completions of token-id prompts, ``n`` per prompt, prompt-major.
+        """Completions of the prompts, ``n`` per prompt, prompt-major.
 
         Args:
-            prompts: Token ids.
+            prompts: Token ids, or text, which is tokenized as the trainer does it.
             images: Not supported, as ``features`` is not.
             n: Completions per prompt.
             repetition_penalty: As vLLM's.
@@ -108,9 +108,15 @@ class RolloutClient:
         }
         if structured_outputs_regex is not None:
             sampling["structured_outputs"] = {"regex": structured_outputs_regex}
-        completions = self._complete(prompts, sampling)
+        rows = self._tokenized(prompts)
+        completions = self._complete(rows, sampling)
+        if len(completions) != n * len(prompts):
+            raise LoraflowError(
+                f"{len(completions)} completions for {len(prompts)} prompts with {n} each",
+                hint="generation_kwargs must not change n",
+            )
         return {
-            "prompt_ids": [list(prompt) for prompt in prompts],
+            "prompt_ids": rows,
             "completion_ids": [list(completion.token_ids) for completion in completions],
             "logprobs": [[[value] for value in completion.logprobs] for completion in completions],
             "logprob_token_ids": [[[token] for token in completion.token_ids] for completion in completions],
@@ -142,6 +148,12 @@ class RolloutClient:
 
     def reset_prefix_cache(self) -> None:
         """Nothing to do: a policy's name means one content for ever, so no cached prefix is ever of another one."""
+
+    def _tokenized(self, prompts: Sequence[Sequence[int]] | Sequence[str]) -> list[list[int]]:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if not texts:
+            return [[*map(int, prompt)] for prompt in prompts]
+        return [list(ids) for ids in self._tokenizer(text=texts)["input_ids"]]
 
     def _complete(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> list[Completion]:
         manager = require_manager(self._sync)

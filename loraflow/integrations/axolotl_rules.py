@@ -172,7 +172,13 @@ def _correction(cfg: Mapping[str, Any]) -> Iterator[str]:
                 f"{what} makes rollouts off-policy, and no correction is in force: set "
                 "trl.vllm_importance_sampling_correction: true"
             )
-    if depth > held:
+    if overlap and depth + 1 > held:
+        both = f"trl.prefetch_depth: {depth} with loraflow.overlap" if depth else "loraflow.overlap"
+        yield (
+            f"{both} lets rollouts be {depth + 1} version{'s' if depth else ''} behind, and loraflow.max_staleness: "
+            f"{held} masks them: raise max_staleness, or set overlap: false"
+        )
+    elif depth > held:
         yield (
             f"trl.prefetch_depth: {depth} trains on rollouts {depth} versions old, and loraflow.max_staleness: {held} "
             "masks them: raise max_staleness, or lower prefetch_depth"

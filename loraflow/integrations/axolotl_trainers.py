@@ -26,6 +26,17 @@ __all__ = ["VERSIONS", "attach"]
 VERSIONS = "loraflow_versions"
 """Key of a batch: the policy version of each sample, (B,) int64. It is taken out again when the batch was scored."""
 
+_WEIGHED = (
+    VERSIONS,
+    "importance_sampling_ratio",
+    "completion_ids",
+    "completion_mask",
+    "tool_mask",
+    "old_per_token_logps",
+    "sampling_per_token_logps",
+)
+"""What the correction of a batch needs of it, by sample."""
+
 Batch = dict[str, Any]
 
 
@@ -146,7 +157,10 @@ def _scoring(generation: AxolotlGeneration, config: SyncConfig) -> Callable[[Bat
             return batch
         manager, ids = require_manager(generation.sync), batch["completion_ids"]
         if versions is None:
-            versions = torch.full((len(ids),), generation.last_version, dtype=torch.int64, device=ids.device)
+            last = generation.last_version
+            if last < 0 and manager.policy is not None:  # a rollout_func asked in other threads, or on rank 0
+                last = manager.policy.version
+            versions = torch.full((len(ids),), last, dtype=torch.int64, device=ids.device)
         found = correct(
             batch["old_per_token_logps"],
             batch["sampling_per_token_logps"],
@@ -168,8 +182,15 @@ def _scoring_parts(generation: AxolotlGeneration, config: SyncConfig) -> Callabl
     weigh = _scoring(generation, config)
 
     def weigh_each(parts: list[Batch]) -> list[Batch]:
-        for part in {id(part): part for part in parts}.values():  # one part may stand there several times
-            weigh(part)
+        unique = list({id(part): part for part in parts}.values())  # one part may stand there several times
+        whole: Batch = {name: torch.cat([part[name] for part in unique]) for name in _WEIGHED if name in unique[0]}
+        weigh(whole)
+        for part in unique:
+            part.pop(VERSIONS, None)
+        if "importance_sampling_ratio" in whole:
+            ratios = whole["importance_sampling_ratio"].split([len(part["completion_ids"]) for part in unique])
+            for part, ratio in zip(unique, ratios, strict=True):
+                part["importance_sampling_ratio"] = ratio
         return parts
 
     return weigh_each

@@ -1,4 +1,4 @@
-"""`Task`: one blocking call beside the caller, which can be given up on; `each`: one for every server."""
+"""`Task`: one blocking call beside the caller, which can be given up on; `at_once`, `each`: one for every server."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from loraflow.transports.link import Link
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
-__all__ = ["Awaited", "Task", "each", "wait_until"]
+__all__ = ["Awaited", "Task", "at_once", "each", "wait_until"]
 
 
 class Task(Generic[T]):
@@ -82,6 +83,20 @@ def wait_until(ready: Callable[[], bool], deadline: float) -> bool:
     return True
 
 
+def at_once(work: Callable[[Item], T], items: Sequence[Item], limit: int) -> list[T]:
+    """What ``work``, which never raises, gives for each of ``items``, in order; ``limit`` of them at the same time.
+
+    Once the process ends, when no pool takes any work (a trainer that lived until then frees its servers), it is one
+    after the other.
+    """
+    with ThreadPoolExecutor(max(1, min(limit, len(items)))) as pool:
+        try:
+            pool.submit(int)
+        except RuntimeError:
+            return [work(item) for item in items]
+        return list(pool.map(work, items))
+
+
 def each(links: Sequence[Link], work: Callable[[Link], object]) -> dict[str, Exception]:
     """Run ``work`` for all links at the same time; errors by URL."""
     if not links:
@@ -94,6 +109,5 @@ def each(links: Sequence[Link], work: Callable[[Link], object]) -> dict[str, Exc
             return error
         return None
 
-    with ThreadPoolExecutor(len(links)) as pool:
-        outcomes = list(pool.map(guarded, links))
+    outcomes = at_once(guarded, links, len(links))
     return {link.server.url: error for link, error in zip(links, outcomes, strict=True) if error is not None}

@@ -16,6 +16,7 @@ from loraflow.errors import CapabilityError, LoadError, LoraflowError
 from loraflow.policy import Policy
 from loraflow.server import VLLMServer
 from loraflow.store import AdapterStore
+from loraflow.transports.background import at_once
 from loraflow.transports.base import Delivered, Delivery, NotAnnounced
 from loraflow.transports.install import Installation, Payload
 
@@ -221,5 +222,4 @@ def on_every_server(
 
     if len(servers) == 1:
         return {servers[0].url: guarded(servers[0])}
-    with ThreadPoolExecutor(min(_WORKERS, len(servers) or 1)) as pool:
-        return dict(zip((s.url for s in servers), pool.map(guarded, servers), strict=True))
+    return dict(zip((s.url for s in servers), at_once(guarded, servers, _WORKERS), strict=True))

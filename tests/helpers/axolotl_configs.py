@@ -163,6 +163,14 @@ REFUSED: dict[str, tuple[Patch, str]] = {
         ),
         "trl.async_prefetch makes rollouts off-policy",
     ),
+    "overlap-masks-all": (
+        own(overlap=True, max_staleness=0),
+        "loraflow.overlap lets rollouts be 1 version behind, and loraflow.max_staleness: 0 masks them",
+    ),
+    "prefetch-and-overlap": (
+        {**trl(async_prefetch=True, use_data_producer=True), **own(overlap=True, max_staleness=1)},
+        "trl.prefetch_depth: 1 with loraflow.overlap lets rollouts be 2 versions behind, and loraflow.max_staleness: 1",
+    ),
     "prefetch-too-deep": (
         {**trl(async_prefetch=True, use_data_producer=True, prefetch_depth=4), **own(max_staleness=2)},
         "trl.prefetch_depth: 4 trains on rollouts 4 versions old, and loraflow.max_staleness: 2 masks them",

@@ -118,6 +118,9 @@ def test_the_async_trainers_own_defaults() -> None:
     ahead = merged(producer, trl(async_prefetch=True, prefetch_depth=3))
     assert prefetch_depth(ahead) == 3
     assert sync_config(resolve(ahead)).max_staleness == 3  # nothing that was prefetched is masked
+    behind = merged(ahead, own(overlap=True))
+    assert sync_config(resolve(behind)).max_staleness == 4  # nor what was, while a version was on its way
+    assert refusals(behind, KNOWN_TRL_KEYS) == []
     assert sync_config(resolve(merged(ahead, own(max_staleness=5)))).max_staleness == 5
 
 

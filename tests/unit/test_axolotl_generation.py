@@ -93,6 +93,9 @@ class Tokenizer:
         assert options == {"add_generation_prompt": True, "tools": None, "chat_template": None, "thinking": False}
         return [len(message["content"]) for message in conversation]
 
+    def __call__(self, text: list[str]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[len(word) for word in one.split()] for one in text]}
+
 
 def client_of(manager: Manager | None) -> RolloutClient:
     return RolloutClient(Sync(manager), Tokenizer())  # type: ignore[arg-type]
@@ -160,6 +163,21 @@ def test_what_is_not_supported_is_refused() -> None:
         client.generate([[1]], logprobs=5)
     with pytest.raises(LoraflowError, match="nothing was synced yet"):
         client_of(None).generate([[1]])
+
+
+def test_prompts_of_text_are_tokenized_as_the_trainer_does() -> None:
+    """Axolotl's background thread, on several processes, and a rollout_func may ask with text."""
+    client = client_of(Manager(server := Server("http://a")))
+    answer = client.generate(["the cat sat", "a bird"], n=1)
+    assert answer["prompt_ids"] == server.calls[0]["prompts"] == [[3, 3, 3], [1, 4]]
+
+
+def test_generation_kwargs_may_not_change_how_many_completions_a_prompt_has() -> None:
+    client = client_of(Manager(Server("http://a")))
+    assert len(client.generate([[1], [2]], n=2, generation_kwargs={"n": 2})["completion_ids"]) == 4
+    with pytest.raises(LoraflowError, match="8 completions for 2 prompts with 2 each") as refused:
+        client.generate([[1], [2]], n=2, generation_kwargs={"n": 4})
+    assert "generation_kwargs must not change n" in str(refused.value)
 
 
 # ---------------------------------------------------------------- TRL's backend

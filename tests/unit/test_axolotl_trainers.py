@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from loraflow.config import SyncConfig
+from loraflow.correction import Correction
 from loraflow.errors import CapabilityError
 from loraflow.integrations.axolotl_bridge import bridge
 from loraflow.integrations.axolotl_trainers import VERSIONS, _marking, _scoring, _scoring_parts
 from loraflow.manager import SyncManager
+from loraflow.policy import Policy
 
 # ---------------------------------------------------------------- weights
 
@@ -78,6 +80,14 @@ def test_rollouts_made_ahead_carry_their_version(version: int, weight: float) ->
     assert found["importance_sampling_ratio"].flatten().tolist() == [weight, weight]
 
 
+def test_what_a_rollout_func_got_in_other_threads_is_of_the_policy_of_the_moment() -> None:
+    """Or on rank 0, for the others: nothing was generated in the thread that scores."""
+    generation = generation_of([0, 2, 3], last=-1, newest=3)
+    generation.sync.manager.policy = Policy("run", 3)
+    found = _scoring(generation, config(max_staleness=0))(batch_of([[0.0]]))
+    assert found["importance_sampling_ratio"].item() == 1.0
+
+
 def test_older_than_allowed_is_masked() -> None:
     found = _scoring(generation_of([0, 2, 3], last=0, newest=3), config(max_staleness=1))(batch_of([[0.0]]))
     assert found["importance_sampling_ratio"].item() == 0.0
@@ -107,10 +117,16 @@ def test_without_a_correction_in_force_nothing_is_weighed() -> None:
 def test_parts_that_are_used_twice_are_weighed_once() -> None:
     part, other = batch_of([[0.5]]), batch_of([[1.0]])
     generation = generation_of([0], last=0, newest=0)
-    calls: list[Any] = []
-    generation.sync.log = calls.append
+    part[VERSIONS] = other[VERSIONS] = torch.tensor([0])
+    observed: list[Correction] = []
+    generation.sync.manager.observe = observed.append
     parts = _scoring_parts(generation, config())([part, other, part, other])
-    assert len(calls) == 2
+    [whole] = observed  # the drift is that of all parts, and not of the last
+    assert whole.diagnostics.scored_tokens == 2
+    assert whole.diagnostics.logp_difference_mean == pytest.approx(0.75)
+    assert VERSIONS not in part
+    assert VERSIONS not in other
+    assert part["importance_sampling_ratio"].item() == pytest.approx(1.6487, abs=1e-4)
     assert parts[0] is parts[2] is part
     assert other["importance_sampling_ratio"].item() == 0.0
 
