@@ -112,6 +112,8 @@ class SlotDesk:
         if self._weights.touched:
             await self._weights.compare()  # what may have changed them may have left them alone
         engines = await self._engine.workers("loraflow_checksum", item.int_id, name, item.path, layout_id)
+        if self._engine.loaded().get(name) != item:
+            raise PluginError("not_found", f"the adapter {name!r} was unloaded meanwhile", status=404)
         self._metrics.add("loraflow_verifies_total")
         return self._digest_answer(name, engines)
 

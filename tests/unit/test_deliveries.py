@@ -25,6 +25,7 @@ from loraflow.transports.blocks import SharedBlock
 from loraflow.transports.direct import DirectTransport
 from loraflow.transports.filesystem import FilesystemTransport
 from loraflow_server import slot_desk
+from loraflow_server.engine import Engine
 from loraflow_server.slots import SlotReading
 from tests.helpers.lora_worker import LoraHost, lora_host
 from tests.helpers.plugin_server import plugin_server
@@ -159,6 +160,35 @@ def test_what_lies_in_a_slot_is_looked_for_while_requests_run_and_waited_for_on_
 
 def test_what_lies_in_a_slot_is_told_of_the_adapter_that_was_put_there_last(host: LoraHost) -> None:
     assert host.worker.loraflow_direct_sums(987_654, True)["error"]["code"] == "nothing_begun"
+
+
+@pytest.mark.parametrize("loaded_again", [False, True])
+def test_a_name_that_is_unloaded_while_it_is_checksummed_is_not_there(
+    host: LoraHost, url: str, store: AdapterStore, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, loaded_again: bool
+) -> None:
+    """By another trainer, or through vLLM's own routes: what was checksummed is not what the name means then."""
+    server, model = VLLMServer(url), peft_model(tiny_model, std=0.2)
+    transport = carrier("direct", store, AdapterSpec.from_model(model), url)
+    transport.open([server])
+    policy, snapshot = Policy(store.run_id, 0), take_snapshot(model, dtype=torch.bfloat16)
+    assert transport.deliver(policy, snapshot, [server]).servers[url].error is None
+    layout_id = transport._agreements.agree(server).layout.layout_id
+    utility = Engine.utility
+
+    async def unloading(engine: Engine, method: str, *args: Any, **options: Any) -> list[Any]:
+        found = await utility(engine, method, *args, **options)
+        known = engine.loaded()[policy.name]
+        engine.forget(policy.name)
+        if loaded_again:
+            engine.register(policy.name, known.int_id + 5_000_000, known.path)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "utility", unloading)
+        with pytest.raises(HTTPFailure, match="unloaded meanwhile") as caught:
+            PluginClient(server.request).verify(policy.name, layout_id)
+    assert caught.value.status == 404
+    transport.close([server])
 
 
 @pytest.mark.parametrize("name", ["direct", "filesystem"])
