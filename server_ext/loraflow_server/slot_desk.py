@@ -90,7 +90,7 @@ class SlotDesk:
                 f"{len(missing)} tensors would lie in no LoRA slot, the first: {', '.join(missing[:3])}",
                 details={"tensors": missing[:100]},
             )
-        while len(self._payload_bytes) >= _LAYOUTS:
+        while layout_id not in self._payload_bytes and len(self._payload_bytes) >= _LAYOUTS:
             del self._payload_bytes[next(iter(self._payload_bytes))]
         elements = sum(rows * cols for rows, cols in tensors.values())
         self._payload_bytes[layout_id] = elements * (4 if ranks[0]["dtype"] == "float32" else 2)

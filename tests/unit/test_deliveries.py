@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
 import torch
 from blake3 import blake3
 
@@ -387,6 +388,21 @@ def test_an_old_plugin_takes_no_uploads(url: str, store: AdapterStore, tiny_mode
     transport = DirectTransport(store, AdapterSpec.from_model(peft_model(tiny_model)), far=[url])
     with pytest.raises(CapabilityError, match="another host"):
         transport.open([server])
+
+
+def test_a_layout_that_is_agreed_again_takes_no_other_ones_place(url: str, tiny_model: Path) -> None:
+    """Several trainers on one server, one of which comes back: the others' uploads are those that were agreed."""
+    client, layouts = PluginClient(VLLMServer(url).request), list[Any]()
+    for rank in (3, 5, 6, 7):
+        shapes = lora_shapes(AdapterSpec.from_model(peft_model(tiny_model, r=rank)))
+        layouts.append((client.layout(shapes), shapes))
+    for _ in range(3):
+        assert client.layout(layouts[-1][1]).layout_id == layouts[-1][0].layout_id
+    for layout, shapes in layouts:
+        query = {"layout_id": layout.layout_id, "blake3": "0" * 64}
+        nothing = requests.post(url + UPLOAD + "/probe", params=query, data=b"", headers=OCTETS, timeout=10)
+        wanted = sum(rows * columns for rows, columns in shapes.values()) * 2
+        assert nothing.json()["error"]["message"] == f"the payload has 0 bytes, not {wanted}"
 
 
 @pytest.fixture
