@@ -180,8 +180,9 @@ class SlotDesk:
             self._engine.register(name, int_id, str(folder))
             self._names.used[name] = "loaded"
             elapsed = elapsed_ms(start)
-        self._metrics.add("loraflow_loads_total", carrier="direct")
-        self._metrics.add("loraflow_payload_bytes_total", source["nbytes"], carrier="direct")
+        carrier = "filesystem" if source["kind"] == "folder" else "direct"
+        self._metrics.add("loraflow_loads_total", carrier=carrier)
+        self._metrics.add("loraflow_payload_bytes_total", source["nbytes"], carrier=carrier)
         log_event(logger, logging.INFO, "adapter_installed", name=name, id=int_id, ms=elapsed, bytes=source["nbytes"])
         return self._digest_answer(name, engines) | {"phases_ms": {"worker": launched, "call": elapsed}}
 

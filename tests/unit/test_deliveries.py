@@ -163,6 +163,28 @@ def test_what_lies_in_a_slot_is_told_of_the_adapter_that_was_put_there_last(host
     assert host.worker.loraflow_direct_sums(987_654, True)["error"]["code"] == "nothing_begun"
 
 
+@pytest.mark.parametrize(
+    ("name", "counted"), [("direct", "direct"), ("upload", "direct"), ("filesystem", "filesystem")]
+)
+def test_loads_and_their_bytes_are_counted_for_the_carrier_that_they_came_by(
+    name: str, counted: str, url: str, store: AdapterStore, tiny_model: Path
+) -> None:
+    server, model = VLLMServer(url), peft_model(tiny_model, std=0.2)
+    transport = carrier(name, store, AdapterSpec.from_model(model), url)
+    transport.open([server])
+    client = PluginClient(server.request)
+    before = client.metrics().splitlines()
+    delivery = transport.deliver(Policy(store.run_id, 0), take_snapshot(model, dtype=torch.bfloat16), [server])
+    assert delivery.servers[url].error is None
+    grown = {line.split(" ")[0] for line in client.metrics().splitlines() if line not in before}
+    moved = {series for series in grown if series.startswith(("loraflow_loads", "loraflow_payload_bytes"))}
+    assert moved == {
+        f'loraflow_loads_total{{carrier="{counted}"}}',
+        f'loraflow_payload_bytes_total{{carrier="{counted}"}}',
+    }
+    transport.close([server])
+
+
 @pytest.mark.parametrize("loaded_again", [False, True])
 def test_a_name_that_is_unloaded_while_it_is_checksummed_is_not_there(
     host: LoraHost, url: str, store: AdapterStore, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, loaded_again: bool
