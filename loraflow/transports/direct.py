@@ -99,9 +99,13 @@ class DirectTransport:
                 found=sorted({str(digest.layout.dtype) for digest in digests}),
                 hint="start them with one dtype, or use carrier='filesystem'",
             )
-        self._ways.open(servers, copy.nbytes)
-        for server, digest in zip(servers, digests, strict=True):
-            self._ways.reach(server, digest)
+        try:
+            self._ways.open(servers, copy.nbytes)
+            for server, digest in zip(servers, digests, strict=True):
+                self._ways.reach(server, digest)
+        except BaseException:
+            self._ways.close()  # the payload's memory, and the groups of those that were reached
+            raise
 
     def announce(self, policy: Policy, servers: Sequence[VLLMServer], check: Callable[[AdapterSnapshot], None]) -> bool:
         """Call the servers, whose workers wait for the payload. See `Transport.announce`.

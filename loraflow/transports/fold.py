@@ -91,14 +91,18 @@ class FoldTransport:
         self._served: dict[str, _Served] = {}
 
     def open(self, servers: Sequence[VLLMServer]) -> None:
-        """Take the lease on every server, and prove its base weights equal to the trainer's."""
+        """Take the lease on every server, and prove its base weights equal to the trainer's; all of it, or nothing."""
         try:
-            for server in servers:
-                self._agree(server)
-                self._served[server.url] = _Served()
-        except LoraflowError:
-            self.close(servers)
+            self._open(servers)
+        except Exception:
+            with suppress(LoraflowError):  # the reason is the first one
+                self.close(servers)
             raise
+
+    def _open(self, servers: Sequence[VLLMServer]) -> None:
+        for server in servers:
+            self._agree(server)
+            self._served[server.url] = _Served()
         dtypes = {layout.dtype for layout in self._layouts.values()}
         if len(dtypes) != 1:
             raise CapabilityError(

@@ -6,8 +6,11 @@ The payload holds the adapter's tensors in sorted order of names, without gaps, 
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +18,13 @@ import torch
 from loraflow_server.errors import PluginError
 from loraflow_server.slots import SlotLayout
 
-__all__ = ["Installer", "own_tensors", "split_flat"]
+__all__ = ["PUBLISHED_SECONDS", "Installer", "own_tensors", "split_flat", "wait_for_folders"]
+
+PUBLISHED_SECONDS = 10.0
+"""How long an engine waits for the folder of a version that is published behind its delivery."""
+_LOOK = 2e-3
+_NEWEST = 64
+"""Versions whose folder may still be missing: a trainer sends none before the one before it is published."""
 
 
 def split_flat(flat: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
@@ -58,9 +67,13 @@ class Installer:
     Args:
         manager: vLLM's `LRUCacheLoRAModelManager`.
         device: Where the slots are.
+
+    Attributes:
+        newest: Ids of the newest versions.
     """
 
     def __init__(self, manager: Any, device: torch.device) -> None:
+        self.newest: deque[int] = deque(maxlen=_NEWEST)
         self._manager = manager
         self._device = device
         self._kept: list[Kept] = []
@@ -110,6 +123,7 @@ class Installer:
             self.drop(int_id)
             raise
         manager._last_mapping = None  # the slots were reassigned outside of a step
+        self.newest.append(int_id)
         return slot
 
     def drop(self, int_id: int) -> bool:
@@ -135,6 +149,26 @@ class Installer:
         made = Kept(layout, flat.view(torch.uint8), ups, sources, _lora_model(self._manager, layout, tensors))
         self._kept.append(made)
         return made
+
+
+def wait_for_folders(loras: Any, installer: Installer) -> None:
+    """Have vLLM's loader wait for the folder of a version that others have pushed out before it was published.
+
+    A load that fails in a step is the end of the engine.
+
+    Args:
+        loras: vLLM's `WorkerLoRAManager`.
+        installer: Knows the newest versions.
+    """
+    load = loras._load_adapter
+
+    def patient(request: Any) -> Any:
+        deadline = time.monotonic() + (PUBLISHED_SECONDS if request.lora_int_id in installer.newest else 0.0)
+        while not Path(request.lora_path).is_dir() and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+        return load(request)
+
+    loras._load_adapter = patient
 
 
 def own_tensors(manager: Any, int_id: int) -> None:

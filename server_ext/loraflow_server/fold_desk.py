@@ -41,6 +41,7 @@ class _Lease:
     policy: str | None = None
     digest: str | None = None
     before: tuple[str | None, str | None] = (None, None)  # what `undo` goes back to
+    kept: bool = True  # the workers have that: ranks that took a proven fold back have let go of it
 
     @property
     def idle(self) -> float:
@@ -175,8 +176,9 @@ class FoldDesk:
                         raise _undo_failed(error.message) from error
                 if failure.code != "undo_failed":
                     lease.policy, lease.digest, lease.before = kept
+                    lease.kept = lease.kept and not any("finish" in engine["phases_ms"] for engine in engines)
                 raise
-        lease.policy, lease.used = policy, time.monotonic()
+        lease.policy, lease.kept, lease.used = policy, True, time.monotonic()
         lease.digest = content_id(ranks[0]["sums"])
         end = time.perf_counter()
         logger.info("loraflow: folded %s in %.1f ms", policy, (end - start) * 1e3)
@@ -198,10 +200,18 @@ class FoldDesk:
         }
 
     async def undo(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Serve again what was served before a version: ``{"run_id", "policy", "layout_id"}``."""
+        """Serve again what was served before a version: ``{"run_id", "policy", "layout_id"}``.
+
+        Raises:
+            PluginError: ``not_kept`` (409): a later fold was taken back, and what was before went with it.
+        """
         run_id, policy = checks.check_name(body.get("run_id")), checks.check_name(body.get("policy"))
         lease = self._held(run_id, body.get("layout_id"))
         if policy == lease.policy:
+            if not lease.kept:
+                raise PluginError(
+                    "not_kept", f"{policy!r} cannot be taken back any more: a fold after it failed", status=409
+                )
             await self._engine.need_awake()
         async with self._engine.paused():
             engines = await self._engine.workers("loraflow_fold_undo", lease.layout_id, policy)

@@ -202,8 +202,10 @@ class Payloads:
     def _same_gpu(self, source: Mapping[str, Any]) -> torch.Tensor:
         key = f"ipc:{source['handle']}:{source['storage_offset']}"
         known = self._blocks.get(key)
-        if known is not None:
+        if known is not None and known.view.numel() == source["nbytes"]:
             return known.view
+        if known is not None:
+            self._blocks.pop(key).close()
         return self._keep(self._blocks, key, Block((key,), map_gpu(source, self._device))).view
 
 

@@ -52,7 +52,7 @@ class Service:
         self.settings = settings
         self.version = version
         self.instance = uuid.uuid4().hex
-        self.started = time.time()
+        self.started = time.monotonic()
         self.metrics = Metrics()
         self.names = Names(engine)
         self.weights = BaseWeights(engine)
@@ -115,7 +115,7 @@ class Service:
             "version": self.version,
             "vllm_version": _vllm_version(),
             "instance": self.instance,
-            "uptime_s": round(time.time() - self.started, 3),
+            "uptime_s": round(time.monotonic() - self.started, 3),
             "worker_extension": self.worker_extension,
             "capabilities": self.capabilities(),
             "roots": [str(root) for root in self.settings.roots],

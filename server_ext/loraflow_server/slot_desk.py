@@ -90,7 +90,7 @@ class SlotDesk:
                 f"{len(missing)} tensors would lie in no LoRA slot, the first: {', '.join(missing[:3])}",
                 details={"tensors": missing[:100]},
             )
-        while len(self._payload_bytes) >= _LAYOUTS:
+        while layout_id not in self._payload_bytes and len(self._payload_bytes) >= _LAYOUTS:
             del self._payload_bytes[next(iter(self._payload_bytes))]
         elements = sum(rows * cols for rows, cols in tensors.values())
         self._payload_bytes[layout_id] = elements * (4 if ranks[0]["dtype"] == "float32" else 2)
@@ -112,6 +112,8 @@ class SlotDesk:
         if self._weights.touched:
             await self._weights.compare()  # what may have changed them may have left them alone
         engines = await self._engine.workers("loraflow_checksum", item.int_id, name, item.path, layout_id)
+        if self._engine.loaded().get(name) != item:
+            raise PluginError("not_found", f"the adapter {name!r} was unloaded meanwhile", status=404)
         self._metrics.add("loraflow_verifies_total")
         return self._digest_answer(name, engines)
 
@@ -178,8 +180,9 @@ class SlotDesk:
             self._engine.register(name, int_id, str(folder))
             self._names.used[name] = "loaded"
             elapsed = elapsed_ms(start)
-        self._metrics.add("loraflow_loads_total", carrier="direct")
-        self._metrics.add("loraflow_payload_bytes_total", source["nbytes"], carrier="direct")
+        carrier = "filesystem" if source["kind"] == "folder" else "direct"
+        self._metrics.add("loraflow_loads_total", carrier=carrier)
+        self._metrics.add("loraflow_payload_bytes_total", source["nbytes"], carrier=carrier)
         log_event(logger, logging.INFO, "adapter_installed", name=name, id=int_id, ms=elapsed, bytes=source["nbytes"])
         return self._digest_answer(name, engines) | {"phases_ms": {"worker": launched, "call": elapsed}}
 

@@ -14,7 +14,7 @@ import torch
 
 from loraflow_server.answers import answers
 from loraflow_server.base import base_checksums
-from loraflow_server.direct import Installer, own_tensors
+from loraflow_server.direct import Installer, own_tensors, wait_for_folders
 from loraflow_server.errors import PluginError
 from loraflow_server.folder import FolderReader
 from loraflow_server.slots import SlotLayout, SlotReading, learn_layout
@@ -38,6 +38,7 @@ class LoraflowWorker(WeightsWorker):
         installer: Installer | None = self.__dict__.get("_loraflow_installer")
         if installer is None:
             installer = Installer(self.loraflow_manager(), torch.device(self.device))
+            wait_for_folders(self.model_runner.lora_manager, installer)
             self.__dict__["_loraflow_installer"] = installer
         return installer
 

@@ -22,6 +22,7 @@ from loraflow.plugin_client import PluginClient
 from loraflow.policy import Policy, new_run_id
 from loraflow.server import HTTPFailure, VLLMServer
 from loraflow.store import AdapterStore
+from loraflow.transports import fold as fold_module
 from loraflow.transports.base import Delivered
 from loraflow.transports.fold import FoldTransport
 from loraflow.transports.fold_modules import base_weight_of
@@ -348,15 +349,15 @@ def test_a_server_that_is_killed_in_a_fold_is_named_and_brought_back(
     with vllm_server(tiny_model, tmp_path, max_lora_rank=None) as running:
         trainer = run(running, tiny_model).open()
         trainer.folded(0)
-        client, honest = PluginClient, PluginClient.fold
+        honest = fold_module.begin_fold
 
-        def dying(self: PluginClient, body: Any, **more: Any) -> Any:
+        def dying(server: VLLMServer, body: Any) -> Any:
             os.killpg(running.process.pid, signal.SIGKILL)
-            return honest(self, body, **more)
+            return honest(server, body)
 
         began = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(client, "fold", dying)
+            patch.setattr(fold_module, "begin_fold", dying)
             outcome = trainer.fold()
         assert isinstance(outcome.error, LoraflowError)
         assert running.url in str(outcome.error)
@@ -373,6 +374,7 @@ def test_a_server_that_is_killed_in_a_fold_is_named_and_brought_back(
         assert attached.proof.passed
         assert trainer.transport.holds(policy, trainer.server)
         assert trainer.off() < 1e-4
+        trainer.transport.close([trainer.server])  # while the server runs
 
 
 @pytest.mark.parametrize(

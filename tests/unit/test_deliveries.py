@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
 import torch
 from blake3 import blake3
 
@@ -25,6 +26,7 @@ from loraflow.transports.blocks import SharedBlock
 from loraflow.transports.direct import DirectTransport
 from loraflow.transports.filesystem import FilesystemTransport
 from loraflow_server import slot_desk
+from loraflow_server.engine import Engine
 from loraflow_server.slots import SlotReading
 from tests.helpers.lora_worker import LoraHost, lora_host
 from tests.helpers.plugin_server import plugin_server
@@ -159,6 +161,57 @@ def test_what_lies_in_a_slot_is_looked_for_while_requests_run_and_waited_for_on_
 
 def test_what_lies_in_a_slot_is_told_of_the_adapter_that_was_put_there_last(host: LoraHost) -> None:
     assert host.worker.loraflow_direct_sums(987_654, True)["error"]["code"] == "nothing_begun"
+
+
+@pytest.mark.parametrize(
+    ("name", "counted"), [("direct", "direct"), ("upload", "direct"), ("filesystem", "filesystem")]
+)
+def test_loads_and_their_bytes_are_counted_for_the_carrier_that_they_came_by(
+    name: str, counted: str, url: str, store: AdapterStore, tiny_model: Path
+) -> None:
+    server, model = VLLMServer(url), peft_model(tiny_model, std=0.2)
+    transport = carrier(name, store, AdapterSpec.from_model(model), url)
+    transport.open([server])
+    client = PluginClient(server.request)
+    before = client.metrics().splitlines()
+    delivery = transport.deliver(Policy(store.run_id, 0), take_snapshot(model, dtype=torch.bfloat16), [server])
+    assert delivery.servers[url].error is None
+    grown = {line.split(" ")[0] for line in client.metrics().splitlines() if line not in before}
+    moved = {series for series in grown if series.startswith(("loraflow_loads", "loraflow_payload_bytes"))}
+    assert moved == {
+        f'loraflow_loads_total{{carrier="{counted}"}}',
+        f'loraflow_payload_bytes_total{{carrier="{counted}"}}',
+    }
+    transport.close([server])
+
+
+@pytest.mark.parametrize("loaded_again", [False, True])
+def test_a_name_that_is_unloaded_while_it_is_checksummed_is_not_there(
+    host: LoraHost, url: str, store: AdapterStore, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, loaded_again: bool
+) -> None:
+    """By another trainer, or through vLLM's own routes: what was checksummed is not what the name means then."""
+    server, model = VLLMServer(url), peft_model(tiny_model, std=0.2)
+    transport = carrier("direct", store, AdapterSpec.from_model(model), url)
+    transport.open([server])
+    policy, snapshot = Policy(store.run_id, 0), take_snapshot(model, dtype=torch.bfloat16)
+    assert transport.deliver(policy, snapshot, [server]).servers[url].error is None
+    layout_id = transport._agreements.agree(server).layout.layout_id
+    utility = Engine.utility
+
+    async def unloading(engine: Engine, method: str, *args: Any, **options: Any) -> list[Any]:
+        found = await utility(engine, method, *args, **options)
+        known = engine.loaded()[policy.name]
+        engine.forget(policy.name)
+        if loaded_again:
+            engine.register(policy.name, known.int_id + 5_000_000, known.path)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "utility", unloading)
+        with pytest.raises(HTTPFailure, match="unloaded meanwhile") as caught:
+            PluginClient(server.request).verify(policy.name, layout_id)
+    assert caught.value.status == 404
+    transport.close([server])
 
 
 @pytest.mark.parametrize("name", ["direct", "filesystem"])
@@ -357,6 +410,21 @@ def test_an_old_plugin_takes_no_uploads(url: str, store: AdapterStore, tiny_mode
     transport = DirectTransport(store, AdapterSpec.from_model(peft_model(tiny_model)), far=[url])
     with pytest.raises(CapabilityError, match="another host"):
         transport.open([server])
+
+
+def test_a_layout_that_is_agreed_again_takes_no_other_ones_place(url: str, tiny_model: Path) -> None:
+    """Several trainers on one server, one of which comes back: the others' uploads are those that were agreed."""
+    client, layouts = PluginClient(VLLMServer(url).request), list[Any]()
+    for rank in (3, 5, 6, 7):
+        shapes = lora_shapes(AdapterSpec.from_model(peft_model(tiny_model, r=rank)))
+        layouts.append((client.layout(shapes), shapes))
+    for _ in range(3):
+        assert client.layout(layouts[-1][1]).layout_id == layouts[-1][0].layout_id
+    for layout, shapes in layouts:
+        query = {"layout_id": layout.layout_id, "blake3": "0" * 64}
+        nothing = requests.post(url + UPLOAD + "/probe", params=query, data=b"", headers=OCTETS, timeout=10)
+        wanted = sum(rows * columns for rows, columns in shapes.values()) * 2
+        assert nothing.json()["error"]["message"] == f"the payload has 0 bytes, not {wanted}"
 
 
 @pytest.fixture

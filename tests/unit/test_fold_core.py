@@ -215,6 +215,43 @@ def test_a_cache_that_cannot_be_emptied_takes_all_back(site: Site, how: str) -> 
     site.fold(2)
 
 
+@pytest.mark.parametrize("how", ["cache", "rank"])
+def test_after_a_fold_that_was_taken_back_nobody_goes_back_further(
+    site: Site, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Ranks that had proven it have let go of what was before the version that is served; others have not."""
+    site.fold(0)
+    site.fold(1)
+    before = site.weights
+    if how == "cache":
+        site.cores[-1].stuck = "says no"
+        with pytest.raises(PluginError, match="prefix cache"):
+            site.fold(2)
+        site.cores[-1].stuck = None
+    else:
+        finish, victim = Fold.finish, site.ranks[-1].served
+        views = {parameter.data_ptr() for parameter in victim.parameters()}
+
+        def wrong(fold: Fold, *, whole: bool = False) -> dict[str, Any]:
+            if fold.served[0].view.data_ptr() in views:
+                fold.served[0].view[0, 0] += 1
+            return finish(fold, whole=whole)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Fold, "finish", wrong)
+            with pytest.raises(PluginError, match="off by"):
+                site.fold(2)
+    with pytest.raises(PluginError, match="'v1' cannot be taken back any more") as caught:
+        site.run(site.desk.undo({"run_id": "run", "policy": "v1", "layout_id": site.layout_id}))
+    assert (caught.value.code, caught.value.status) == ("not_kept", 409)
+    undone = site.run(site.desk.undo({"run_id": "run", "policy": "v2", "layout_id": site.layout_id}))
+    assert undone == {"policy": "v1", "undone": False}
+    assert site.serves(before)
+    site.fold(3)
+    assert site.run(site.desk.undo({"run_id": "run", "policy": "v3", "layout_id": site.layout_id}))["policy"] == "v1"
+    assert site.serves(before)
+
+
 def test_a_fold_that_cannot_be_taken_back_says_so(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.fold(0)
     before = site.weights

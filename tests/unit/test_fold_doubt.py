@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from loraflow.adapter import AdapterSpec, take_snapshot
-from loraflow.errors import CapabilityError, LoraflowError, PublishError, VerifyError
+from loraflow.errors import CapabilityError, LoadError, LoraflowError, PublishError, VerifyError
 from loraflow.policy import Policy
 from loraflow.server import HTTPFailure, VLLMServer
 from loraflow.server_info import PluginInfo, ServerInfo
@@ -23,7 +24,8 @@ from loraflow.transports.fold_modules import base_weight_of
 from loraflow_server import checks
 from loraflow_server.errors import PluginError
 from loraflow_server.fold import Fold
-from tests.helpers.tiny import randomize
+from tests.helpers.tiny import load_base, randomize
+from tests.unit import test_fold_rules
 from tests.unit.test_fold_core import Site, folder
 
 __all__ = ["folder"]
@@ -99,6 +101,30 @@ def trainer(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
     monkeypatch.setattr(fold_module, "reachable_block", far)
     with AdapterStore(str(tmp_path), "run", retain=2, grace_period=0.0) as store:
         yield Trainer(folder, store)
+
+
+@pytest.mark.parametrize("why", ["dtype", "probe"])
+def test_a_carrier_that_cannot_be_opened_gives_every_lease_back(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Else each server keeps a copy of its weights, for a run that has taken another way, and refuses other runs."""
+
+    def breaks(*args: Any) -> Any:
+        raise LoadError("the probe failed")
+
+    monkeypatch.setattr(fold_module, "reachable_block", breaks)
+    servers = [Served(f"http://s{i}", folder) for i in range(2)]
+    model = servers[0].site.model
+    if why == "dtype":
+        for rank in servers[1].site.ranks:
+            rank.served = test_fold_rules.Served(load_base(folder), torch.bfloat16)
+            rank.loraflow_fold_reset()  # of the site's own layout
+    with AdapterStore(str(tmp_path), "run", retain=2, grace_period=0.0) as store:
+        transport = FoldTransport(store, AdapterSpec.from_model(model), base_weight_of(model))
+        with pytest.raises(LoraflowError, match="differ in dtype" if why == "dtype" else "the probe failed"):
+            transport.open(servers)
+    assert [server.site.desk.describe() for server in servers] == [None, None]
+    assert not [rank for server in servers for rank in server.site.ranks if "_loraflow_fold" in vars(rank)]
 
 
 def test_all_go_back_and_nobody_is_named(trainer: Trainer) -> None:

@@ -20,9 +20,11 @@ from loraflow.policy import Policy, new_run_id
 from loraflow.server import HTTPFailure, VLLMServer
 from loraflow.store import AdapterStore
 from loraflow.transports.base import Delivered
+from loraflow.transports.blocks import SharedBlock
 from loraflow.transports.direct import DirectTransport
 from loraflow.transports.group_way import GroupOptions, GroupWay
 from loraflow.transports.groups import GlooGroup
+from loraflow.transports.ways import Ways
 from loraflow.transports.wire import Bucket
 from loraflow_server.errors import PluginError
 from loraflow_server.lines import Lines, Meeting
@@ -389,6 +391,37 @@ def test_a_port_that_is_taken_is_told(url: str, store: AdapterStore, snapshot: A
     with pytest.raises(LoadError, match="gloo group failed"):
         way.join()
     held.close()
+
+
+def test_what_was_opened_for_some_servers_is_closed_where_another_one_is_not_reached(
+    host: LoraHost, url: str, root: Path, store: AdapterStore, snapshot: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run takes another carrier then: nothing of this one stays in memory, or joined, as long as that lasts."""
+    reach, reached, files = Ways.reach, list[GroupWay](), list[Path]()
+    lines = host.worker.loraflow_payloads().lines
+    before = set(lines._lines)
+
+    def fails_second(ways: Ways, server: VLLMServer, digest: Any) -> None:
+        if reached:
+            raise CapabilityError("the server does not see the folder")
+        reach(ways, server, digest)
+        assert isinstance(ways.block, SharedBlock)
+        files.append(ways.block._path)
+        reached.append(ways._groups[server.url])
+
+    monkeypatch.setattr(
+        Ways, "_why_not_shared", lambda _, server: "it is on another host" if server.url == url else None
+    )
+    monkeypatch.setattr(Ways, "reach", fails_second)
+    with plugin_server(host, root) as other, VLLMServer(url) as first, VLLMServer(other) as second:
+        transport = DirectTransport(store, snapshot.spec, groups=QUICK)
+        monkeypatch.setattr(transport._ways, "_time_upload", lambda *_: 1e9)
+        with pytest.raises(CapabilityError, match="does not see"):
+            transport.open([first, second])
+    assert transport._ways.block is None
+    assert [path.exists() for path in files] == [False]
+    assert [way.joined for way in reached] == [False]
+    assert set(lines._lines) <= before
 
 
 def test_closing_leaves_the_group(host: LoraHost, url: str, store: AdapterStore, snapshot: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ import torch
 from loraflow.adapter import AdapterSpec, take_snapshot, write_adapter
 from loraflow.digest import SlotDigest
 from loraflow.layout import Rect, ServingCopy, SlotLayout, lora_shapes
+from loraflow_server import direct
 from loraflow_server.slots import SlotReading
 from tests.helpers.lora_worker import LoraHost, lora_host
 from tests.helpers.tiny import peft_model, randomize
@@ -127,6 +130,38 @@ def test_memory_is_used_again_and_no_more_than_needed_is_held(host: LoraHost, ti
     other.direct(next(_ids))  # of another shape: nothing of the first is held back
     assert len(installer._kept) == 1
     gc.collect()
+
+
+def test_a_version_that_others_push_out_before_it_is_published_is_read_once_it_is(
+    host: LoraHost, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests may ask for it from its proof on; a step in which a load fails is the end of vLLM's engine."""
+    from vllm.lora.request import LoRARequest
+
+    trainer, int_id = Trainer(host, tiny_model, tmp_path, r=8), next(_ids)
+    folder, sums = trainer.version(0)
+    assert trainer.direct(int_id)["ok"]["sums"] == sums
+    wanted = host.slots_of(int_id)
+    for _ in range(host.manager.capacity):  # requests for so many others, in the steps that follow
+        host.load(folder, next(_ids))
+    assert int_id not in host.manager.list_adapters()
+    place = tmp_path / "published-behind"
+    behind = threading.Timer(0.3, lambda: folder.rename(place))
+    behind.start()
+    host.loras.add_adapter(LoRARequest("run-v0", int_id, str(place)))
+    behind.join()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(host.slots_of(int_id), wanted, strict=True))
+    monkeypatch.setattr(direct, "PUBLISHED_SECONDS", 0.2)
+    for _ in range(host.manager.capacity):
+        host.load(place, next(_ids))
+    began = time.monotonic()
+    for request in (
+        LoRARequest("run-v0", int_id, str(tmp_path / "never")),
+        LoRARequest("another", next(_ids), str(tmp_path / "never")),  # no version of ours: nobody writes it behind
+    ):
+        with pytest.raises(Exception, match="never"):
+            host.loras.add_adapter(request)
+    assert 0.2 <= time.monotonic() - began < 0.4
 
 
 def test_what_does_not_fit_leaves_nothing(host: LoraHost, tiny_model: Path, tmp_path: Path) -> None:

@@ -295,6 +295,13 @@ def test_an_error_of_ours_is_an_answer_with_a_code(host: LoraHost, root: Path, m
         assert 'loraflow_requests_total{route="POST /direct/sees"} 1' in metrics
 
 
+def test_a_clock_that_is_set_back_makes_no_server_younger(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = send(url, "GET", PREFIX + "/status")[1]["uptime_s"]
+    clock = SimpleNamespace(**vars(time) | {"time": lambda: 0.0})
+    monkeypatch.setattr("loraflow_server.service.time", clock)
+    assert send(url, "GET", PREFIX + "/status")[1]["uptime_s"] >= first >= 0
+
+
 def test_loads_of_one_name_at_the_same_time_are_one(url: str, root: Path) -> None:
     """Each is refused here, since the folder is empty, and none of them uses the name up or blocks another."""
     found: list[int] = []

@@ -18,6 +18,7 @@ from loraflow_server import core
 from loraflow_server.errors import PluginError
 from loraflow_server.fold import Fold, FoldModule
 from loraflow_server.fold_rules import Recipe
+from loraflow_server.payload import Payloads
 from loraflow_server.placement import find_served
 from loraflow_server.settings import Settings
 from loraflow_server.weights import BaseWeights
@@ -257,6 +258,22 @@ def test_an_engine_of_this_process_needs_no_plugin_to_tell_that_it_sleeps(tags: 
         return
     with pytest.raises(PluginError, match="wake it up"):
         asyncio.run(engine.need_awake())
+
+
+def test_gpu_memory_that_is_shared_anew_in_another_size_is_mapped_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer's allocator gives a freed place of one segment to the next payload: same handle, same offset."""
+    mapped: list[int] = []
+
+    def maps(source: Any, _: torch.device) -> torch.Tensor:
+        mapped.append(source["nbytes"])
+        return torch.zeros(source["nbytes"], dtype=torch.uint8)
+
+    monkeypatch.setattr("loraflow_server.payload.map_gpu", maps)
+    payloads = Payloads(torch.device("cpu"))
+    for nbytes in (8, 8, 16, 16, 4):
+        source = {"kind": "cuda_ipc", "handle": "aGFuZGxl", "storage_offset": 0, "nbytes": nbytes}
+        assert payloads.bytes_of(source).shape == (nbytes,)
+    assert mapped == [8, 16, 4]
 
 
 def test_without_the_extension_an_updated_base_is_never_pristine() -> None:
