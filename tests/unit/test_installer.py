@@ -151,7 +151,7 @@ def test_a_version_that_others_push_out_before_it_is_published_is_read_once_it_i
     host.loras.add_adapter(LoRARequest("run-v0", int_id, str(place)))
     behind.join()
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(host.slots_of(int_id), wanted, strict=True))
-    monkeypatch.setattr(direct, "PUBLISHED_SECONDS", 0.2)
+    monkeypatch.setattr(direct, "PUBLISHED_SECONDS", 1.0)
     for _ in range(host.manager.capacity):
         host.load(place, next(_ids))
     began = time.monotonic()
@@ -161,7 +161,7 @@ def test_a_version_that_others_push_out_before_it_is_published_is_read_once_it_i
     ):
         with pytest.raises(Exception, match="never"):
             host.loras.add_adapter(request)
-    assert 0.2 <= time.monotonic() - began < 0.4
+    assert 1.0 <= time.monotonic() - began < 2.0
 
 
 def test_what_does_not_fit_leaves_nothing(host: LoraHost, tiny_model: Path, tmp_path: Path) -> None:
