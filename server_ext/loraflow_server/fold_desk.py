@@ -215,10 +215,10 @@ class FoldDesk:
             await self._engine.need_awake()
         async with self._engine.paused():
             engines = await self._engine.workers("loraflow_fold_undo", lease.layout_id, policy)
+            undone = any(rank["undone"] for ranks in engines for rank in ranks)
+            if undone:  # whatever becomes of the caches
+                (lease.policy, lease.digest), lease.before = lease.before, (None, None)
             await self._engine.fresh_caches()
-        undone = any(rank["undone"] for ranks in engines for rank in ranks)
-        if undone:
-            (lease.policy, lease.digest), lease.before = lease.before, (None, None)
         return {"policy": lease.policy, "undone": undone}
 
     async def reset(self, body: Mapping[str, Any]) -> dict[str, Any]:

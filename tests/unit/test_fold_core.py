@@ -252,6 +252,18 @@ def test_after_a_fold_that_was_taken_back_nobody_goes_back_further(
     assert site.serves(before)
 
 
+def test_an_undo_whose_caches_stay_is_told_and_the_status_says_what_the_weights_hold(site: Site) -> None:
+    site.fold(0)
+    before = site.weights
+    site.fold(1)
+    site.cores[-1].stuck = "says no"
+    with pytest.raises(PluginError, match="prefix cache") as caught:
+        site.run(site.desk.undo({"run_id": "run", "policy": "v1", "layout_id": site.layout_id}))
+    assert caught.value.code == "cache_not_reset"
+    assert site.serves(before)
+    assert site.desk.describe()["policy"] == "v0"
+
+
 def test_a_fold_that_cannot_be_taken_back_says_so(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.fold(0)
     before = site.weights
