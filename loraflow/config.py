@@ -105,7 +105,8 @@ class SyncConfig(BaseModel):
 
     # --- proof
     verify: Literal["auto", "digest", "canary"] = "auto"
-    """``digest`` needs loraflow's server plugin; ``canary`` compares log-probs; ``auto`` takes the strongest there."""
+    """``digest`` needs loraflow's server plugin, and rules out what cannot be proven so; ``canary`` compares log-probs;
+    ``auto`` takes the strongest there."""
     verify_interval: int = Field(default=1, ge=1)
     """Canary: prove every so many syncs; a sync between is recorded as ``unproven``. A digest is checked each time."""
     verify_tokens: int = Field(default=48, ge=8, le=2048)
