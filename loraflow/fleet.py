@@ -72,6 +72,7 @@ class Fleet:
         self._old = Retirement(transport, store.run_id, config.retained_versions)
         for server in missing:
             self._roster.set_aside(server.url, "it did not answer at the start")
+        self._roster.by_digest = self.proves_by_digest
 
     @property
     def policy(self) -> Policy | None:

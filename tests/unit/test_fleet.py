@@ -19,6 +19,7 @@ import torch
 
 from loraflow import connect as connect_module
 from loraflow import fleet as fleet_module
+from loraflow import fleet_proof as fleet_proof_module
 from loraflow import roster as roster_module
 from loraflow.config import SyncConfig
 from loraflow.errors import (
@@ -769,6 +770,32 @@ def test_a_server_that_says_nothing_of_itself_is_left_for_later_where_one_is_eno
     for servers, config in [([up, slow], fail), ([slow, silent("http://slower")], quarantine)]:
         with pytest.raises(SyncTimeout):
             connect_module._silent(servers, config)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_server_that_cannot_be_proven_by_digest_any_more_gets_no_requests(
+    restarted: bool, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """The run proves its versions by digest, so no forward is made: one without digests would be taken in unproven."""
+    without: list[str] = []
+    monkeypatch.setattr(Carrier, "digests", lambda _, server: server.url not in without)
+    monkeypatch.setattr(fleet_proof_module, "prove_digest", lambda *_: Proof("digest", passed=True))
+    run = Run(2, "quarantine")
+    snapshot: Any = Snapshot("content")
+    record, error = run.fleet.move(Policy("run", 0), snapshot, None, PROVER)
+    assert (error, record.proven) == (None, True)
+    late: Any = Server("http://late")
+    server = run.servers[1] if restarted else late
+    server.restart()
+    server.garbles = True
+    without.append(server.url)
+    if restarted:
+        run.fleet.ensure(PROVER)
+        assert "digest" in run.fleet.aside[server.url]
+    else:
+        with pytest.raises(CapabilityError, match="digest"):
+            run.fleet.join(late, PROVER)
+    assert run.active == ([0] if restarted else [0, 1])
 
 
 @pytest.mark.parametrize("carrier", ["auto", "gloo"])
