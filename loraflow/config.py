@@ -6,6 +6,7 @@ Options that TRL or Axolotl already have keep their names, so that a value can b
 from __future__ import annotations
 
 import difflib
+import os
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
@@ -170,6 +171,11 @@ class SyncConfig(BaseModel):
         if value is not None and (not value.strip() or "\0" in value):
             raise ValueError("names no folder or file")
         return value
+
+    @field_validator("adapter_root", "record_file", "cost_file")
+    @classmethod
+    def _paths_begin_at_home(cls, value: str | None) -> str | None:
+        return value and os.path.expanduser(value)  # noqa: PTH111 - of text, which may be a URL
 
     @field_validator("adapter_root", "server_adapter_root")
     @classmethod
