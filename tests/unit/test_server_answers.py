@@ -284,6 +284,18 @@ def test_a_folder_that_a_server_does_not_see_yet_is_asked_for_again(
             assert server.load_adapter("run-v1", "/adapters/run/v1") == "/adapters/run/v1"
 
 
+@pytest.mark.parametrize(
+    ("reason", "hint"),
+    [
+        ("LoRA rank 64 is greater than max_lora_rank 16.", "--max-lora-rank"),
+        ("Loading lora lora-rank8-v0 failed: out of memory", "traceback"),
+    ],
+)
+def test_what_to_do_is_told_from_the_reason_and_not_from_a_runs_name(reason: str, hint: str) -> None:
+    error = HTTPFailure("refused", status=400, reason=reason, server="http://s")
+    assert hint in http_errors.load_hint(error, "/store/lora-rank8/v0")
+
+
 def test_a_load_whose_answer_was_lost_is_found_in_the_list(there: Answering, proxy: FaultProxy) -> None:
     """A stock server: the load is not repeated, a name is loaded once."""
     loaded = {"data": [*MODELS["data"], {"id": "run-v1", "root": "/adapters/run/v1", "parent": "base"}]}
