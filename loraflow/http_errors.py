@@ -67,7 +67,7 @@ def understood(what: str, server: str | None = None) -> Iterator[None]:
         yield
     except LoraflowError:
         raise
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise BadAnswer(
             f"{what} has another form than expected ({type(error).__name__}: {error})",
             server=server,

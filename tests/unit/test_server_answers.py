@@ -202,6 +202,20 @@ def test_an_answer_of_another_form_is_an_error_of_that_server(there: Answering, 
             assert lacking or is_servers_fault(caught.value)
 
 
+@pytest.mark.parametrize("rows", [5, [None], [None, 5], {"a": 1, "b": 2}, "ab"], ids=repr)
+def test_prompt_log_probs_of_another_form_are_an_error_of_that_server(there: Answering, rows: Any) -> None:
+    there.body = completion(prompt_logprobs=rows)
+    url = f"http://127.0.0.1:{there.server_address[1]}"
+    with VLLMServer(url) as server, pytest.raises((BadAnswer, CapabilityError)):
+        server.prompt_logprobs([1, 2], model="m")
+
+
+def test_a_limit_that_is_no_number_is_an_error_of_that_server() -> None:
+    lora = {"max_lora_rank": math.inf, "max_loras": 1}
+    with pytest.raises(BadAnswer), http_errors.understood("what the server says of itself"):
+        info_from_config(ServerInfo("http://s", "0.32.0", "m", "/m"), {"lora_config": lora}, {}, frozenset())
+
+
 @pytest.mark.parametrize("entry", [{"id": 5}, {"id": "m", "root": 5}, {"id": "m", "parent": ["m"]}, {"id": None}])
 def test_a_model_whose_names_are_no_text_is_refused(there: Answering, entry: dict[str, Any]) -> None:
     there.body = {"data": [entry]}
