@@ -6,6 +6,7 @@ Options that TRL or Axolotl already have keep their names, so that a value can b
 from __future__ import annotations
 
 import difflib
+import os
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
@@ -105,7 +106,8 @@ class SyncConfig(BaseModel):
 
     # --- proof
     verify: Literal["auto", "digest", "canary"] = "auto"
-    """``digest`` needs loraflow's server plugin; ``canary`` compares log-probs; ``auto`` takes the strongest there."""
+    """``digest`` needs loraflow's server plugin, and rules out what cannot be proven so; ``canary`` compares log-probs;
+    ``auto`` takes the strongest there."""
     verify_interval: int = Field(default=1, ge=1)
     """Canary: prove every so many syncs; a sync between is recorded as ``unproven``. A digest is checked each time."""
     verify_tokens: int = Field(default=48, ge=8, le=2048)
@@ -169,6 +171,11 @@ class SyncConfig(BaseModel):
         if value is not None and (not value.strip() or "\0" in value):
             raise ValueError("names no folder or file")
         return value
+
+    @field_validator("adapter_root", "record_file", "cost_file")
+    @classmethod
+    def _paths_begin_at_home(cls, value: str | None) -> str | None:
+        return value and os.path.expanduser(value)  # noqa: PTH111 - of text, which may be a URL
 
     @field_validator("adapter_root", "server_adapter_root")
     @classmethod

@@ -186,6 +186,8 @@ def _open_best(
             if plan.carrier not in _BROADCASTS:  # those restore a base themselves
                 restore_base(model, servers, config)
             transport.open(servers)
+            if config.verify == "digest":
+                _require_digests(transport, servers)
         except CapabilityError as error:
             if config.carrier != "auto":
                 raise
@@ -194,6 +196,18 @@ def _open_best(
         else:
             _log.info("%s", "; ".join((str(plan), *plan.reasons[1:])))
             return plan, transport
+
+
+def _require_digests(transport: Transport, servers: Sequence[VLLMServer]) -> None:
+    """Raise `CapabilityError`, and leave the servers, where one of them cannot prove a version by a digest."""
+    unproven = [server.url for server in servers if not transport.digests(server)]
+    if unproven:
+        transport.close(servers)
+        raise CapabilityError(
+            f"verify='digest' is asked for, and {transport.name} is proven by log-probs there",
+            server=", ".join(unproven),
+            hint="set verify='auto'; its log has the reason",
+        )
 
 
 def open_transport(

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -72,6 +72,7 @@ class Fleet:
         self._old = Retirement(transport, store.run_id, config.retained_versions)
         for server in missing:
             self._roster.set_aside(server.url, "it did not answer at the start")
+        self._roster.by_digest = self.proves_by_digest
 
     @property
     def policy(self) -> Policy | None:
@@ -325,7 +326,8 @@ class Fleet:
             return False
         self.settle()
         if self._roster.held is not None:
-            self.transport.retire(self._roster.held.policy, self.servers)
+            with suppress(LoraflowError):  # its proof failed, and what led here is told
+                self.transport.retire(self._roster.held.policy, self.servers)
         return True
 
     def close(self, *, keep_serving: bool = False) -> None:

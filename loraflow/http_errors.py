@@ -67,7 +67,7 @@ def understood(what: str, server: str | None = None) -> Iterator[None]:
         yield
     except LoraflowError:
         raise
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise BadAnswer(
             f"{what} has another form than expected ({type(error).__name__}: {error})",
             server=server,
@@ -137,7 +137,7 @@ def load_hint(error: HTTPFailure, path: str) -> str:
             "the server has no route to load adapters: start it with `loraflow serve MODEL`, or with --enable-lora and "
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
         )
-    if "max_lora_rank" in text or "rank" in text:
+    if "max_lora_rank" in text:
         return "start the server with a larger --max-lora-rank"
     if "already" in text:
         return "names are used once: use a new run_id"

@@ -154,11 +154,14 @@ class SyncManager:
             keep_serving: Leave the servers with what they serve; a later run takes them over.
         """
         self._closed = True
-        untaken = self._behind.close()
-        fleet, self._fleet = self._fleet, None
+        untaken: Outcome | None = None
         try:
-            if fleet is not None:
-                fleet.close(keep_serving=keep_serving)
+            try:
+                untaken = self._behind.close()
+            finally:
+                fleet, self._fleet = self._fleet, None  # what runs behind needs it until then
+                if fleet is not None:
+                    fleet.close(keep_serving=keep_serving)
         finally:
             if untaken is not None:
                 record, error = untaken

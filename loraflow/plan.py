@@ -133,6 +133,7 @@ def make_plan(
         or case.refused.get(carrier)
         or _general(case, transport)
         or objection(case)
+        or _unproven(case, carrier)
         for transport, carrier, objection in _CARRIERS
     }
     ways = [way for way, reason in objections.items() if reason is None]
@@ -186,6 +187,14 @@ def _unwanted(transport: TransportName, carrier: str, wanted: str, config: SyncC
 
 def _general(case: _Case, transport: TransportName) -> str | None:
     return _slot_objection(case) if transport == "adapter" else _merge_objection(case)
+
+
+def _unproven(case: _Case, carrier: str) -> str | None:
+    """Why a digest, where one is asked for, cannot prove what ``carrier`` brings; a fold always proves by one."""
+    if case.config.verify != "digest" or carrier == "fold":
+        return None
+    missing = _needs(case, "digest" if carrier in {"direct", "filesystem"} else "weights")
+    return missing and f"verify='digest' is asked for, and {missing}"
 
 
 def _slot_objection(case: _Case) -> str | None:

@@ -43,6 +43,7 @@ class Roster:
         model_names: Value of ``model`` in requests for it, by URL.
         base: The trainer's forward without the adapter, to compare the base of servers that return or join with;
             None where it is not known.
+        by_digest: Versions are proven by digest alone: no forward is made for them.
     """
 
     def __init__(self, servers: Sequence[VLLMServer], plan: Plan, transport: Transport, config: SyncConfig) -> None:
@@ -50,6 +51,7 @@ class Roster:
         self.held: Held | None = None
         self.model_names: dict[str, str] = {}
         self.base: Expected | None = None
+        self.by_digest = False
         self._plan = plan
         self._transport = transport
         self._config = config
@@ -222,6 +224,8 @@ class Roster:
             return
         outcome = self._transport.attach(held.policy, held.snapshot, server)
         by_digest = self._config.verify != "canary" and self._transport.digests(server)
+        if self.by_digest and not by_digest:
+            raise CapabilityError("what it serves has no digest, by which the others are proven", server=server.url)
         self._require(server, prove(server, outcome, held, prover, by_digest=by_digest), str(held.policy))
         self.model_names[server.url] = outcome.model
 

@@ -415,7 +415,8 @@ class VLLMServer:
         self.check_answer(answer, model)
         with understood("the completion", self.url):
             rows = answer["choices"][0].get("prompt_logprobs")
-        if not rows or len(rows) != len(tokens):
+            complete = bool(rows) and len(rows) == len(tokens)
+        if not complete:
             raise CapabilityError(
                 "the server returned no prompt log-probs",
                 server=self.url,

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import platform
 import shutil
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -113,9 +114,10 @@ def _store() -> Finding:
     usage = shutil.disk_usage(probe)
     try:
         runs = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+        tempfile.TemporaryFile(dir=probe).close()
     except OSError as error:
         advice = "give a folder of your own with adapter_root (--adapter-root)"
-        return Finding("Adapter store", "problem", f"{root} cannot be read: {error.strerror}", advice)
+        return Finding("Adapter store", "problem", f"{root} cannot be used: {error.strerror}", advice)
     left = f"; {len(runs)} runs left there" if runs else ""
     found = f"{root}: {usage.free / 2**30:.1f} GiB free{left}"
     advice = f"remove folders of runs that ended: {', '.join(runs[:4])}" if runs else ""

@@ -14,7 +14,7 @@ from loraflow.adapter_files import adapter_files
 from loraflow.digest import Agreements
 from loraflow.errors import CapabilityError, LoadError, LoraflowError
 from loraflow.policy import Policy
-from loraflow.server import VLLMServer
+from loraflow.server import Unreachable, VLLMServer
 from loraflow.store import AdapterStore
 from loraflow.transports.background import at_once
 from loraflow.transports.base import Delivered, Delivery, NotAnnounced
@@ -136,8 +136,14 @@ class FilesystemTransport(NotAnnounced):
         return {}
 
     def retire(self, policy: Policy, servers: Sequence[VLLMServer]) -> None:
-        """Unload everywhere, then let the store delete the files once the grace period has passed."""
-        self._unload(policy, servers)
+        """Unload everywhere, then let the store delete the files once the grace period has passed.
+
+        Raises:
+            LoraflowError: A server that is there keeps it, or did not say: its files stay (rule 7).
+        """
+        kept = [error for error in self._unload(policy, servers) if not isinstance(error, Unreachable)]
+        if kept:
+            raise kept[0]
         self._store.retire(policy)
         self._store.collect()
 
@@ -189,7 +195,9 @@ class FilesystemTransport(NotAnnounced):
         policy = Policy.parse(name)
         return policy is not None and policy.run_id == self._store.run_id
 
-    def _unload(self, policy: Policy, servers: Sequence[VLLMServer]) -> None:
+    def _unload(self, policy: Policy, servers: Sequence[VLLMServer]) -> list[LoraflowError]:
+        """Unload it on every server; what failed."""
+
         def unload(server: VLLMServer) -> Delivered:
             server.unload_adapter(policy.name)
             return Delivered(policy.name)
@@ -200,6 +208,7 @@ class FilesystemTransport(NotAnnounced):
         for url, outcome in outcomes.items():
             if outcome.error is not None and not isinstance(outcome.error, LoraflowError):
                 raise LoadError(f"unloading {policy.name} failed: {outcome.error}", server=url) from outcome.error
+        return [outcome.error for outcome in outcomes.values() if isinstance(outcome.error, LoraflowError)]
 
     def seen_by_server(self, path: str) -> str:
         """``path`` of the store as the servers see it."""

@@ -117,6 +117,16 @@ def test_doctor_names_what_is_wrong() -> None:
     assert [f["what"] for f in answer["findings"] if f["state"] == "problem"] == ["server http://127.0.0.1:9"]
 
 
+@pytest.mark.parametrize("root", ["/proc/loraflow", "/proc/version"])
+def test_doctor_sees_a_store_that_cannot_be_written_to(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of the user who was first on this host."""
+    monkeypatch.setattr("loraflow.commands.doctor.default_adapter_root", lambda: root)
+    code, answer, _ = run("doctor")
+    [store] = [finding for finding in answer["findings"] if finding["what"] == "Adapter store"]
+    assert (code, store["state"]) == (1, "problem")
+    assert "--adapter-root" in store["advice"]
+
+
 def test_unknown_option_is_a_usage_error() -> None:
     assert runner.invoke(app, ["check", "--bass", "x"]).exit_code == 2
 

@@ -53,6 +53,21 @@ def test_a_file_url_is_its_folder() -> None:
     assert (config.adapter_root, config.server_adapter_root) == ("/mnt/runs", "/srv/runs")
 
 
+def test_a_tilde_is_the_home_folder_for_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """YAML and Python expand none, and a folder called ~ is what nobody means."""
+    monkeypatch.setenv("HOME", "/home/me")
+    config = SyncConfig(
+        adapter_root="~/runs",
+        record_file="~/syncs.jsonl",
+        cost_file="~/bench.json",
+        rollout_streams=8,
+        rollout_tokens=9,
+    )
+    assert config.adapter_root == "/home/me/runs"
+    assert (config.record_file, config.cost_file) == ("/home/me/syncs.jsonl", "/home/me/bench.json")
+    assert SyncConfig(adapter_root="s3://bucket/~/runs").adapter_root == "s3://bucket/~/runs"
+
+
 def test_several_faults_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         SyncConfig(transprot="adapter", vllm_sync_interval=0)

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from loraflow.adapter import AdapterSnapshot, take_snapshot
-from loraflow.errors import LoadError, PublishError
+from loraflow.errors import LoadError, LoraflowError, PublishError, SyncTimeout
 from loraflow.policy import Policy
 from loraflow.server import Unreachable
 from loraflow.server_info import ServedModel
@@ -134,3 +134,20 @@ def test_unloading_where_nobody_answers_is_no_error(store: AdapterStore, snapsho
     transport = deliver(store, snapshot, server)
     server.fails = Unreachable("connection refused", server=server.url)
     transport.retire(POLICY, [server])
+
+
+@pytest.mark.parametrize("error", [LoadError("the engine is busy"), SyncTimeout("no answer in 30 s")], ids=repr)
+def test_a_version_that_a_server_kept_is_not_retired(
+    store: AdapterStore, snapshot: AdapterSnapshot, error: LoraflowError
+) -> None:
+    """Rule 7: it lists the name, and reads the folder when somebody asks for it. The next version tries again."""
+    server: Any = Server()
+    transport = deliver(store, snapshot, server)
+    server.fails = error
+    with pytest.raises(LoraflowError, match=error.message):
+        transport.retire(POLICY, [server])
+    store.verify(POLICY)
+    server.fails = None
+    transport.retire(POLICY, [server])
+    assert server.names == {}
+    assert not Path(store.path(POLICY)).exists()

@@ -19,6 +19,7 @@ import torch
 
 from loraflow import connect as connect_module
 from loraflow import fleet as fleet_module
+from loraflow import fleet_proof as fleet_proof_module
 from loraflow import roster as roster_module
 from loraflow.config import SyncConfig
 from loraflow.errors import (
@@ -769,6 +770,78 @@ def test_a_server_that_says_nothing_of_itself_is_left_for_later_where_one_is_eno
     for servers, config in [([up, slow], fail), ([slow, silent("http://slower")], quarantine)]:
         with pytest.raises(SyncTimeout):
             connect_module._silent(servers, config)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_server_that_cannot_be_proven_by_digest_any_more_gets_no_requests(
+    restarted: bool, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """The run proves its versions by digest, so no forward is made: one without digests would be taken in unproven."""
+    without: list[str] = []
+    monkeypatch.setattr(Carrier, "digests", lambda _, server: server.url not in without)
+    monkeypatch.setattr(fleet_proof_module, "prove_digest", lambda *_: Proof("digest", passed=True))
+    run = Run(2, "quarantine")
+    snapshot: Any = Snapshot("content")
+    record, error = run.fleet.move(Policy("run", 0), snapshot, None, PROVER)
+    assert (error, record.proven) == (None, True)
+    late: Any = Server("http://late")
+    server = run.servers[1] if restarted else late
+    server.restart()
+    server.garbles = True
+    without.append(server.url)
+    if restarted:
+        run.fleet.ensure(PROVER)
+        assert "digest" in run.fleet.aside[server.url]
+    else:
+        with pytest.raises(CapabilityError, match="digest"):
+            run.fleet.join(late, PROVER)
+    assert run.active == ([0] if restarted else [0, 1])
+
+
+@pytest.mark.parametrize("carrier", ["auto", "gloo"])
+def test_where_a_digest_is_asked_for_a_canary_does_not_take_its_place(
+    carrier: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server whose merged weights lie where no worker can tell: only the carrier finds out, when it is opened."""
+    opened: list[Any] = []
+
+    class Ways:
+        """gloo, whose `open` cannot agree on places, before fold, which can."""
+
+        def __init__(self, name: str) -> None:
+            self.name, self.servers = name, []  # type: ignore[var-annotated]
+            opened.append(self)
+
+        def open(self, servers: Sequence[Any]) -> None:
+            self.servers = list(servers)
+
+        def close(self, servers: Sequence[Any]) -> None:
+            self.servers = [server for server in self.servers if server not in servers]
+
+        def digests(self, server: Any) -> bool:
+            return self.name == "fold"
+
+    def planned(*args: Any, refused: dict[str, str], **options: Any) -> Plan:
+        return Plan("merged", "fold" if refused else "gloo", ("tested",))
+
+    monkeypatch.setattr(connect_module, "make_plan", planned)
+    monkeypatch.setattr(connect_module, "trainer_info", lambda *_: None)
+    monkeypatch.setattr(connect_module, "restore_base", lambda *_: [])
+    monkeypatch.setattr(connect_module, "open_transport", lambda plan, *_: Ways(plan.carrier))
+    servers: Any = [Server("http://a")]
+    nothing: Any = None
+
+    def open_best(verify: Any) -> Any:
+        config = SyncConfig(verify=verify, carrier=carrier)
+        return connect_module._open_best(nothing, nothing, servers, nothing, config)[1]
+
+    assert open_best("auto").name == "gloo"
+    if carrier == "auto":
+        assert open_best("digest").name == "fold"
+    else:
+        with pytest.raises(CapabilityError, match="verify='digest' is asked for"):
+            open_best("digest")
+    assert opened[1].servers == []  # the group is left
 
 
 def test_one_server_by_two_names_is_refused() -> None:

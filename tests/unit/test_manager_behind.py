@@ -93,6 +93,22 @@ def test_a_delivery_that_nobody_took_in_is_recorded_at_the_end(make: Make, tmp_p
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loraflow-sync")]
 
 
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()], ids=repr)
+def test_servers_are_freed_whatever_the_last_delivery_ends_with(
+    make: Make, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, fleet = make(overlap=True)
+
+    def move(*_: Any, **__: Any) -> Outcome:
+        raise error
+
+    monkeypatch.setattr(fleet, "move", move)
+    manager.sync(1)
+    with pytest.raises(type(error)):
+        manager.close()
+    assert fleet.closed
+
+
 def test_a_delivery_that_takes_too_long_is_not_taken_for_served(make: Make) -> None:
     manager, fleet = make(overlap=True, load_timeout=0.1, collective_timeout=0.1, request_timeout=0.1)
     fleet.gate.clear()

@@ -128,6 +128,18 @@ def test_refusals_say_why(server: ServerInfo, features: tuple[str, ...], options
     assert said in str(caught.value)
 
 
+def test_a_digest_that_is_asked_for_is_not_replaced_by_a_canary() -> None:
+    wanted = SyncConfig(verify="digest")
+    assert make_plan(spec(), [WITH_PLUGIN], wanted, LOCAL).carrier == "direct"
+    assert make_plan(spec(), [FOLDING], wanted, LOCAL).carrier == "fold"
+    for server in (STOCK, NO_LORA_BROADCAST):
+        with pytest.raises(
+            CapabilityError, match=r"verify='digest' is asked for, and .* needs loraflow's server plugin"
+        ):
+            make_plan(spec(), [server], wanted, LOCAL)
+        make_plan(spec(), [server], SyncConfig(verify="auto"), LOCAL)
+
+
 @pytest.mark.parametrize("way", ["filesystem", "direct"])
 def test_a_folder_may_be_given_as_a_file_url(way: str) -> None:
     config = SyncConfig(adapter_root="file:///mnt/runs", carrier=way)  # type: ignore[arg-type]

@@ -238,6 +238,20 @@ def test_what_a_broadcast_asks_is_answered_in_another_form(answer: Any) -> None:
     assert len(told) >= (5 if isinstance(answer, dict) and answer else 8)
 
 
+@pytest.mark.parametrize("rows", [5, [None], [None, 5], {"a": 1, "b": 2}, "ab"], ids=repr)
+def test_prompt_log_probs_of_another_form_are_an_error_of_that_server(there: Answering, rows: Any) -> None:
+    there.body = completion(prompt_logprobs=rows)
+    url = f"http://127.0.0.1:{there.server_address[1]}"
+    with VLLMServer(url) as server, pytest.raises((BadAnswer, CapabilityError)):
+        server.prompt_logprobs([1, 2], model="m")
+
+
+def test_a_limit_that_is_no_number_is_an_error_of_that_server() -> None:
+    lora = {"max_lora_rank": math.inf, "max_loras": 1}
+    with pytest.raises(BadAnswer), http_errors.understood("what the server says of itself"):
+        info_from_config(ServerInfo("http://s", "0.32.0", "m", "/m"), {"lora_config": lora}, {}, frozenset())
+
+
 @pytest.mark.parametrize("entry", [{"id": 5}, {"id": "m", "root": 5}, {"id": "m", "parent": ["m"]}, {"id": None}])
 def test_a_model_whose_names_are_no_text_is_refused(there: Answering, entry: dict[str, Any]) -> None:
     there.body = {"data": [entry]}
@@ -318,6 +332,18 @@ def test_a_folder_that_a_server_does_not_see_yet_is_asked_for_again(
         there.meanwhile = appear
         if repeated:
             assert server.load_adapter("run-v1", "/adapters/run/v1") == "/adapters/run/v1"
+
+
+@pytest.mark.parametrize(
+    ("reason", "hint"),
+    [
+        ("LoRA rank 64 is greater than max_lora_rank 16.", "--max-lora-rank"),
+        ("Loading lora lora-rank8-v0 failed: out of memory", "traceback"),
+    ],
+)
+def test_what_to_do_is_told_from_the_reason_and_not_from_a_runs_name(reason: str, hint: str) -> None:
+    error = HTTPFailure("refused", status=400, reason=reason, server="http://s")
+    assert hint in http_errors.load_hint(error, "/store/lora-rank8/v0")
 
 
 def test_a_load_whose_answer_was_lost_is_found_in_the_list(there: Answering, proxy: FaultProxy) -> None:
