@@ -270,8 +270,8 @@ class SyncManager:
         """How many attempted syncs each of ``versions`` is behind the newest one; of their shape, integers.
 
         Numbers of versions are spent by canaries as well, and where the model was changed (`Gathering.announced`),
-        which makes nothing older. A negative version, one that is
-        not known, is behind by more than all that were attempted.
+        which makes nothing older. A negative version, one that is not known, is behind by more than all that were
+        attempted.
         """
         spent = torch.zeros_like(versions)
         for number in self._spent:

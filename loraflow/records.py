@@ -64,7 +64,7 @@ class SyncRecord:
         stall_ms: Milliseconds that the trainer waited in the call.
         proofs: Proof by server URL.
         servers: Milliseconds per phase by server URL.
-        staleness: Versions that rollouts were behind when this sync began.
+        staleness: Versions that the served policy is behind the newest attempted one, once this sync has ended.
         aside: Servers that get no requests after this sync, with the reason.
         joined: URLs of servers that began to get requests since the record before: they joined, returned, or were
             restarted; each was brought to the version and proven.
