@@ -196,7 +196,7 @@ def whole(session: Session, server: VLLMServer, carrier: Any, times: int = 10) -
             began = time.perf_counter()
             transport.restore([server], whole=True)
             ms = (time.perf_counter() - began) * 1e3
-            timed = Timed(ms, ms, nbytes, {}, proven=transport.digests(server), proof="digest")
+            timed = Timed(ms, ms, nbytes, {}, proven=transport.digests(server, whole=True), proof="digest")
             found.append(Sample(carrier + ALL_WEIGHTS, 0, number == 0, timed))
             time.sleep(session.settings.pause)
     finally:

@@ -381,8 +381,12 @@ class SyncManager:
 
         Where ``started`` is False, versions that an earlier process of this run left are served as before.
         """
+        keep = False
         try:
-            self.close(keep_serving=not started and self._fleet is not None and self._fleet.give_way())
+            try:
+                keep = not started and self._fleet is not None and self._fleet.give_way()
+            finally:
+                self.close(keep_serving=keep)
         except Exception:  # noqa: BLE001 - whatever it is, it comes second
             _log.exception("closing after an error failed too")
 

@@ -168,9 +168,10 @@ class AdapterStore:
                 self._check_space(policy, size)
             self._update(lambda ledger: ledger.enter(version))
             try:
-                phases = self._written.get(version) or self._backend.write(
-                    version, contents, self._sealer(version, digest)
-                )
+                if version in self._written:
+                    phases = self._written[version]
+                else:
+                    phases = self._backend.write(version, contents, self._sealer(version, digest))
             except BaseException:
                 if not known:
                     with self._state:  # next_version stays; the file follows with the next change

@@ -193,9 +193,14 @@ class BroadcastTransport(NotAnnounced):
         """Whether the server's weights carry the version's name; after a restart they do not."""
         return self._states[server.url].link.version() == policy.name
 
-    def digests(self, server: VLLMServer) -> bool:
-        """Whether the server and this carrier agreed on where its weights are. See `Transport.digests`."""
-        return self._layouts.digests(server)
+    def digests(self, server: VLLMServer, *, whole: bool = False) -> bool:
+        """Whether the server and this carrier agreed on where its weights are. See `Transport.digests`.
+
+        Args:
+            server: The server.
+            whole: Not of what updates touch, but of all weights, as they were sent (`restore`).
+        """
+        return self._layouts.digests(server, self._opened().weights if whole else None)
 
     def attach(self, policy: Policy, snapshot: AdapterSnapshot, server: VLLMServer) -> Delivered:
         """Connect anew, and send the version to this server alone. See `Transport.attach`."""
@@ -209,9 +214,14 @@ class BroadcastTransport(NotAnnounced):
         self._layouts.agree(server, self.touched_tensors)
         served = _Served(policy, snapshot)
         # Weights that are not the checkpoint's are another run's, or half of an update: then all of them travel.
-        names = tuple(self._opened().weights) if state.link.take_over() else self.touched_tensors
+        left = state.link.take_over()
+        names = tuple(self._opened().weights) if left else self.touched_tensors
         self._raise_first(self._update([state.link], served, names)[0])
         state.now = state.before = served
+        if left and self.digests(server) and not self.digests(server, whole=True):
+            _log.warning(
+                "%s: its weights were changed, and only those that this run changes are proven now", server.url
+            )
         proof = Proof("digest", passed=True) if self._layouts.digests(server) else None
         return Delivered(server.info.model, dict(state.link.phases_ms), proof=proof)
 

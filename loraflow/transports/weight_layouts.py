@@ -7,7 +7,7 @@ another run left is sent whole. Where it cannot say, vLLM loads what arrives, an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import requests
@@ -82,10 +82,14 @@ class WeightLayouts:
             if layout is not None and self._ask(server, layout.names) != layout:
                 raise LoadError("the server serves its weights in other places than at the start", server=server.url)
 
-    def digests(self, server: VLLMServer) -> bool:
-        """Whether updates of it are proven by digest."""
+    def digests(self, server: VLLMServer, names: Collection[str] | None = None) -> bool:
+        """Whether updates of ``names`` are proven by digest, each of them; by default of what updates touch."""
         agreed = self._agreed.get(server.url)
-        return agreed is not None and agreed.touched is not None
+        if agreed is None:
+            return False
+        if names is None or agreed.names == set(names):
+            return agreed.touched is not None
+        return agreed.whole is not None and agreed.whole[0] is not None
 
     def of(self, servers: Sequence[VLLMServer], names: Sequence[str]) -> dict[str, WeightLayout]:
         """Where they serve ``names``, by URL; of those that cannot say it of all weights, what updates touch."""

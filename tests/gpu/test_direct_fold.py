@@ -17,6 +17,7 @@ from loraflow.policy import Policy, new_run_id
 from loraflow.server import VLLMServer
 from loraflow.store import AdapterStore
 from loraflow.transports import blocks
+from loraflow.transports.base import Delivered
 from loraflow.transports.direct import DirectTransport
 from loraflow.transports.fold import FoldTransport
 from loraflow.transports.fold_modules import base_weight_of
@@ -67,6 +68,12 @@ def redraw(model: Any, seed: int) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
 
+def require_proven(outcome: Delivered) -> None:
+    assert outcome.error is None
+    assert outcome.proof is not None
+    assert outcome.proof.passed, outcome.proof.detail
+
+
 @pytest.mark.parametrize("way", ["ipc", "shm"])
 @pytest.mark.parametrize("rank", [16, 8])
 def test_direct(slots: RunningServer, base: Path, monkeypatch: pytest.MonkeyPatch, way: str, rank: int) -> None:
@@ -82,9 +89,7 @@ def test_direct(slots: RunningServer, base: Path, monkeypatch: pytest.MonkeyPatc
             redraw(model, version)
             policy = Policy(store.run_id, version)
             outcome = transport.deliver(policy, take_snapshot(model), [server]).servers[server.url]
-            assert outcome.error is None
-            assert outcome.proof is not None
-            assert outcome.proof.passed, outcome.proof.detail
+            require_proven(outcome)
             assert off(server, policy.name, model) < NOISE
         transport.wait_published()
         redraw(model, 1)
@@ -114,9 +119,7 @@ def test_direct_while_requests_run(slots: RunningServer, base: Path) -> None:
                 redraw(model, version)
                 policy = Policy(store.run_id, version)
                 outcome = transport.deliver(policy, take_snapshot(model), [server]).servers[server.url]
-                assert outcome.error is None
-                assert outcome.proof is not None
-                assert outcome.proof.passed, outcome.proof.detail
+                require_proven(outcome)
                 assert PluginClient(server.request).status()["in_flight"] > 0
                 assert off(server, policy.name, model) < NOISE
                 served.append(policy.name)

@@ -152,6 +152,8 @@ def test_a_restore_that_broke_off_inside_vllms_own_loading_is_mended_by_the_next
     with pytest.raises(LoadError, match="'broadcast'"):
         transport.restore([server], whole=True)
     monkeypatch.undo()
+    assert transport.digests(server)
+    assert not transport.digests(server, whole=True)  # what has no place is proven by nothing
     randomize(model, seed=7, std=0.1)
     (outcome,) = transport.deliver(Policy("run", 0), take_snapshot(model), [server]).servers.values()
     assert outcome.error is None
@@ -208,7 +210,9 @@ def test_all_weights_again_and_again_use_the_places_that_were_agreed_on_once(
     for version in range(2):
         (outcome,) = transport.deliver(Policy("run", version), take_snapshot(model), [server]).servers.values()
         assert outcome.proof is not None
+        assert transport.digests(server, whole=True) is bool(version)  # nobody was asked of all of them yet
         transport.restore([server], whole=True)
         assert transport._states[server.url].link._straight
+        assert transport.digests(server, whole=True)
     assert asked == [len(transport._opened().weights)]
     transport.close([server])

@@ -109,6 +109,20 @@ def test_servers_are_freed_whatever_the_last_delivery_ends_with(
     assert fleet.closed
 
 
+def test_a_start_that_failed_frees_the_servers_also_where_giving_way_fails(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, fleet = make()
+
+    def give_way() -> bool:
+        raise OSError("the store is gone")
+
+    monkeypatch.setattr(fleet, "give_way", give_way, raising=False)
+    manager._close_after_error(started=False)
+    assert fleet.closed
+    assert "the store is gone" in caplog.text
+
+
 def test_a_delivery_that_takes_too_long_is_not_taken_for_served(make: Make) -> None:
     manager, fleet = make(overlap=True, load_timeout=0.1, collective_timeout=0.1, request_timeout=0.1)
     fleet.gate.clear()
